@@ -22,7 +22,8 @@ _PERMISSIONS = {
 def describe(served: ServedState) -> dict[str, JsonValue]:
     """JSON of `GET /v1/autoprune`: the served state, its digest, budget and evidence.
 
-    The core is that before it is moved to the edge of a KV block. No local path is told.
+    The core size is the state's own, before it is moved to the edge of a KV block. The JSON
+    contains no local path.
     """
     policy = materialize(served.state, served.budget)
     state = served.state
@@ -70,7 +71,7 @@ def describe(served: ServedState) -> dict[str, JsonValue]:
 
 
 def _describe_relevance(tower: TextTower | None) -> str:
-    """The embedding space in which relevance is measured, with the reason for it."""
+    """The embedding space in which relevance is measured, and the reason for it."""
     if tower is None:
         reason = "because no --autoprune-text-tower is given"
         return f"the language model's input embeddings, sign +1, {reason}"
@@ -82,7 +83,7 @@ def _describe_relevance(tower: TextTower | None) -> str:
 
 
 def _describe_rules(rules: RequestRules) -> str:
-    """What requests may set, with the flag that lets them."""
+    """What requests may set, and the flag that permits it."""
     if not rules.explicit:
         trusted = "with --trust-request-mm-kwargs: their budget"
         return f"nothing, because no {REQUESTS_FLAG} is given ({trusted})"

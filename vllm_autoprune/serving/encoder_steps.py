@@ -1,6 +1,6 @@
-"""Encoder inputs that one step of the scheduler takes, by the work that they are.
+"""Bound of the encoder inputs in one step of the scheduler, by the work that they cause.
 
-vLLM bounds a step by the tokens that its inputs keep. Here it is bounded by the tokens that the
+vLLM bounds a step by the tokens that its inputs keep. Here a step is bounded by the tokens that the
 vision tower makes of them, and by the predicted time of selections that clients asked for.
 """
 
@@ -22,21 +22,24 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _MAX_MILLISECONDS = 2 * DEFAULT_COST
-"""Predicted time of the selections of clients that a step takes: of two recalls."""
+"""Predicted time, in a step, of selections that clients asked for: enough for two recalls."""
 
 _CACHED_TOKENS = 1 << 15
-"""Tokens of images whose features are taken to be cached: 0.25 GB of width 4096 in 16 bits."""
+"""Number of image tokens whose features are assumed to be cached: 0.25 GB of width 4096 in 16 bits.
+"""
 
 _MAX_LOADS = 1 << 12
-"""Inputs whose load is remembered: a scheduler asks about those that wait in every step."""
+"""Number of inputs whose load is remembered: a scheduler asks about waiting inputs in every step.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _EncoderLoad:
     """Work of one encoder input.
 
-    ``tokens`` are those that the vision tower makes of it, M of N; ``image`` is equal for inputs
-    that are encoded once; ``milliseconds`` is the time of a selection that a client asked for.
+    ``tokens`` is M of N, the number of tokens that the vision tower encodes. ``image`` is the same
+    for inputs that share one encoding. ``milliseconds`` is the time of a selection that a client
+    asked for.
     """
 
     tokens: int
@@ -45,7 +48,7 @@ class _EncoderLoad:
 
 
 def _measure_load(request: Request, input_id: int) -> _EncoderLoad:
-    """Load of an encoder input, by its plan; one without a plan is what vLLM counts."""
+    """Load of an encoder input by its plan; without a plan, it is what vLLM counts."""
     feature = request.mm_features[input_id]
     embeds = request.get_num_encoder_embeds(input_id)
     unplanned = _EncoderLoad(embeds, feature.identifier)
@@ -59,14 +62,14 @@ def _measure_load(request: Request, input_id: int) -> _EncoderLoad:
             cost = DEFAULT_COST
         elif plan.state and plan.runs_policy:
             cost = item_cost(decode_state(plan.state), plan.tokens, plan.frames)
-    except (AutopruneError, ValidationError):  # forged: workers replace it
+    except (AutopruneError, ValidationError):  # a forged plan, which workers replace
         return unplanned
     image = feature.identifier if plan.key == NO_KEY else plan.key
     return _EncoderLoad(max(plan.tokens, embeds), image, cost)
 
 
 class EncoderSteps:
-    """Loads of the inputs that a scheduler takes in a step, and images of the steps before it."""
+    """Loads of the inputs that a scheduler takes in a step, and the images of earlier steps."""
 
     def __init__(self) -> None:
         self._loads: LRUCache[tuple[str, int], _EncoderLoad] = LRUCache(_MAX_LOADS)
@@ -79,9 +82,10 @@ class EncoderSteps:
         self._milliseconds: dict[tuple[str, int], float] = {}
 
     def admits(self, request: Request, input_id: int, budget: int) -> bool:
-        """Whether the step has room for an input; always for its first.
+        """Whether the step has room for an input; the first input of a step always has.
 
-        ``budget`` are the tokens that vLLM has left of its own, which is all where a step begins.
+        ``budget`` is the rest of vLLM's own token budget, which is the whole budget when a step
+        begins.
         """
         if self._budget is None:
             self._budget = budget
@@ -95,14 +99,14 @@ class EncoderSteps:
         return not milliseconds or total <= _MAX_MILLISECONDS
 
     def take(self, request: Request, input_id: int) -> None:
-        """Count an input that the step has room for."""
+        """Count an input for which the step has room."""
         load = self._find_load(request, input_id)
         self._tokens.setdefault(load.image, self._count_tokens(load))
         if load.milliseconds:
             self._milliseconds[request.request_id, input_id] = load.milliseconds
 
     def schedule(self, request: Request, input_id: int) -> None:
-        """Tell that an input is encoded in this step: later ones find its features cached."""
+        """Record that an input is encoded in this step: later inputs find its features cached."""
         load = self._find_load(request, input_id)
         if load.tokens <= _CACHED_TOKENS:
             self._scheduled[load.image] = load.tokens

@@ -1,4 +1,4 @@
-"""Flags of `vllm serve`, in a group of their own; values are checked where the model is known."""
+"""Flags of `vllm serve`, in their own group; values are checked once the model is known."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 MIDDLEWARE = "vllm_autoprune.serving.api.headers.KeepHeaders"
-"""Import path of the middleware that keeps our headers, for vLLM's ``--middleware``."""
+"""Import path of the middleware that keeps the plugin's headers, for vLLM's ``--middleware``."""
 
 _PREFIX = f"{SETTINGS_KEY}_"
 
 
 class _Merge(argparse.Action):
-    """Add a flag's raw text, or what ``--additional-config`` says, to ``additional_config``."""
+    """Merge a flag's text, or the value of ``--additional-config``, into ``additional_config``."""
 
     def __call__(
         self,
@@ -34,7 +34,8 @@ class _Merge(argparse.Action):
             extra = {SETTINGS_KEY: {key: values, "from_flags": True}}
         if not isinstance(extra, Mapping):
             raise argparse.ArgumentError(self, f"not a JSON object: {extra!r}")
-        # The default dict belongs to the parser and is shared between parses: never changed here.
+        # The default dict belongs to the parser and is shared between parses, so it is never
+        # changed.
         merged = dict(vars(namespace).get("additional_config") or {})
         for key, value in extra.items():
             previous = merged.get(key)
@@ -42,7 +43,7 @@ class _Merge(argparse.Action):
                 value = {**previous, **value} if isinstance(value, Mapping) else value
             merged[key] = value
         namespace.additional_config = merged
-        added = vars(namespace).get("middleware")  # parsers without a server have none
+        added = vars(namespace).get("middleware")  # a parser without a server has none
         if SETTINGS_KEY in merged and added is not None and MIDDLEWARE not in added:
             namespace.middleware = [*added, MIDDLEWARE]
 
@@ -50,7 +51,7 @@ class _Merge(argparse.Action):
 def add_flags(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     """Add the plugin's flags to vLLM's parser.
 
-    Its ``--additional-config`` then adds to what the flags set, in either order.
+    ``--additional-config`` then adds to what the flags set, in either order.
     """
     group = parser.add_argument_group(
         "AutoPrune", "Keep K of N visual tokens before prefill (vllm-autoprune)."

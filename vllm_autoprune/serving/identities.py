@@ -1,4 +1,4 @@
-"""Identities: digests of what decides the tokens of an item, by which caches hold it."""
+"""Identities: digests of everything that decides an item's tokens, used as cache keys."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def make_feature_key(content: str, salt: str = "", seed: str = "") -> Key:
-    """Key of an image's features: the digest of its content, then of content and cache salt.
+    """Feature key of an image: a digest of its content, then one of content and cache salt.
 
-    Images with different salts have different keys. The first half seeds a random keep; ``seed``
-    takes its place then, so that a picture gets the same draw under every salt and on any server.
+    Images with different salts have different keys. The first half seeds a random keep. ``seed``
+    replaces it then, so that a picture gets the same draw under every salt and on any server.
     """
     texts = (seed or content, repr((content, salt)))
     digests = [sha256(text.encode()).digest()[:8] for text in texts]
@@ -29,10 +29,10 @@ def make_feature_key(content: str, salt: str = "", seed: str = "") -> Key:
 
 
 def make_identity(*parts: object) -> str:
-    """SHA-256 of these parts in lower-case hexadecimal; the first names what is identified.
+    """SHA-256 of these parts in lower-case hexadecimal; the first part names what is identified.
 
-    KV connectors read identities as hexadecimal numbers and some keep only the last 16 bits, so
-    every part is in every bit.
+    KV connectors read identities as hexadecimal numbers, and some keep only the last 16 bits; a
+    digest mixes every part into every bit.
     """
     return sha256(repr(parts).encode()).hexdigest()
 
@@ -48,9 +48,9 @@ def make_cache_identity(
 ) -> str:
     """Cache identity of a pruned image.
 
-    ``image`` identifies the pixels, ``served`` the state and text tower; ``read`` is the plan's
-    (instruction, language), None where the policy reads neither. ``core`` is K_c where this is the
-    part that was chosen given a core, ``budget`` then K of the image.
+    ``image`` identifies the pixels, and ``served`` the state and text tower. ``read`` is the plan's
+    (instruction, language), or None if the policy reads neither. For a part that was chosen given a
+    core, ``core`` is K_c and ``budget`` is K of the image.
     """
     return make_identity(image, served, budget, keep, read, core, positions)
 
@@ -62,20 +62,20 @@ def identify_item(
     reads: bool,
     size: tuple[int, int] | None,
 ) -> str:
-    """Cache identity of an item by all that chooses its tokens.
+    """Cache identity of an item, by everything that decides its tokens.
 
-    ``content`` identifies its pixels; ``reads`` says whether the policy reads the instruction;
-    ``size`` is the width and height that it is resized to, None where it is not.
+    ``content`` identifies its pixels. ``reads`` says whether the policy reads the instruction.
+    ``size`` is the width and height that the item is resized to, or None.
     """
     state = served.state_for_plan(plan)
     if plan.part == "core":
-        # Shared by all questions, K and states that choose it alike.
+        # A core is shared by all questions, K and states that choose it alike.
         return make_identity(
             "core", content, state.core_digest, plan.core, plan.positions
         )
     chosen_by = served.selection_identity(state)
     if size is not None:
-        # Budgets may give one number of tokens; another size is another image.
+        # Two budgets may give the same number of tokens by two sizes, and these are two images.
         chosen_by += f"|{size}"
     return make_cache_identity(
         content,
@@ -89,15 +89,15 @@ def identify_item(
 
 
 def hash_pixels(item: object, modality: str) -> str:
-    """Digest of an image's or video's decoded pixels, of which a random keep is drawn.
+    """SHA-256 of an image's or video's decoded pixels, which seeds a random keep.
 
-    Of nothing else, so that the draw is the same under every name and salt, on any server and
-    model. Raises :class:`RequestError` for an item that comes by its name alone.
+    Only pixels count, so that the draw is the same under every name and salt, on any server and
+    model. Raises :class:`RequestError` for an item that was sent by its name alone.
     """
     if item is None:
         what = f'"random" is drawn from pixels, and this {modality} comes by its name alone'
         raise RequestError.of(f"{ENTRY}/keep", what, f"send the {modality}")
-    # A video comes with its metadata.
+    # A video comes as a tuple with its metadata.
     frames = item[0] if isinstance(item, tuple) else item
     image = frames.convert("RGB") if isinstance(frames, Image.Image) else frames
     pixels = numpy.ascontiguousarray(image)

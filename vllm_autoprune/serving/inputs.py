@@ -1,7 +1,8 @@
 """Tensors of an item beside its plan: names of their fields, and the check of a plan against them.
 
 A server's own processor makes both. But vLLM's ``/inference/v1/generate`` takes them from its
-client, and a tower or vLLM's own batching ends the engine over tensors that do not fit each other.
+client, and tensors that do not fit each other would end the engine, in a tower or in vLLM's own
+batching.
 """
 
 from __future__ import annotations
@@ -21,44 +22,45 @@ from vllm_autoprune.serving.plan import (
 )
 
 CELLS_FIELD = "autoprune_cells"
-"""Name of the field with an image's anchors ``(N,)`` (:mod:`vllm_autoprune.tpdsl.cells`), of which
-cells were dropped; absent or empty where it is whole."""
+"""Name of the field with the anchors ``(N,)`` (:mod:`vllm_autoprune.tpdsl.cells`) of an image whose
+cells were dropped; absent or empty for an image that is whole."""
 
 PIXELS = "pixel_"
-"""Beginning of the names of fields that go to the device, with what a tower reads of an item. All
-others stay on the CPU, and say how many pixels there are and where."""
+"""Prefix of the names of fields that are moved to the device and that a tower reads. All other
+fields stay on the CPU, and say how many pixels there are and where."""
 
 VIDEO_PIXELS = "pixel_values_videos"
 VIDEO_FIELDS = (VIDEO_PIXELS, "pixel_values_flat_video")
-"""Pixels of a video, by frame where all have the same size; the second is InternVL's."""
+"""Fields with the pixels of a video, by frame if all frames have the same size; the second is
+InternVL's."""
 
 VIDEO_TILES = "video_num_patches"
-"""How many frames each of InternVL's videos has ``(B,)``, on the CPU."""
+"""Field with the number of frames of each of InternVL's videos ``(B,)``, on the CPU."""
 
 CELL = 2
-"""Patches on each side of a token, in every model with a grid of patches."""
+"""Side, in patches, of the square that becomes one token, in every model with a grid of patches."""
 
 IMAGE_GRID = "image_grid_thw"
 VIDEO_GRID = "video_grid_thw"
-"""Patches of an item ``(3,)`` in time, height and width."""
+"""Field with the number of patches ``(3,)`` of an item in time, height and width."""
 
 _GRIDS = {"image": IMAGE_GRID, "video": VIDEO_GRID}
 
 _TILE_COUNTS = ("num_patches", "image_num_patches", VIDEO_TILES)
-"""How many tiles an item has, one in each row of its pixels."""
+"""Fields with the number of tiles of an item; each tile is one row of its pixels."""
 
 _SIZE = "image_sizes"
-"""Height and width of a picture before it was cut into tiles."""
+"""Field with height and width of a picture before it was cut into tiles."""
 
 PATCH_PLACES = "pixel_position_ids"
-"""Column and row of each patch, -1 of those that fill up."""
+"""Field with column and row of each patch, which are -1 for padding."""
 
 FRAME_SECONDS = "second_per_grid_ts"
-"""Seconds between two frames of a video."""
+"""Field with the seconds between two frames of a video."""
 
 _MOST_SECONDS = 3600.0
 _MAX_SIDE = 1 << 16
-"""Bounds of what multiplies a position, or the size of a grid."""
+"""Bound of numbers that multiply a position or the size of a grid."""
 
 _WHOLE_NUMBERS = (torch.int32, torch.int64)
 _NUMBERS = (
@@ -72,15 +74,16 @@ _NUMBERS = (
 _MOST_DIMENSIONS = 5
 
 Fields = Mapping[str, object]
-"""What an item has beside its plan, by name."""
+"""The fields of an item beside its plan, by name."""
 
 
 def check_inputs(
     plan: ItemPlan, modality: str, fields: Fields, frame: tuple[int, int] | None
 ) -> None:
-    """Raise :class:`RequestError` unless a plan is of this item, whose tensors fit each other.
+    """Raise :class:`RequestError` unless a plan fits this item, and its tensors fit each other.
 
-    ``frame`` has the tokens of a frame and the rows behind the last, where no size changes them.
+    ``frame`` has the number of tokens of a frame and of rows after the last frame, for models whose
+    frames always have the same size.
     """
     for name, value in fields.items():
         if not _is_numeric(value):
@@ -100,7 +103,7 @@ def check_inputs(
 
 
 def _is_numeric(value: object) -> bool:
-    """Whether a value is a tensor of numbers in the host's memory, or a list of numbers."""
+    """Whether a value is a numeric tensor in the host's memory, or a list of numbers."""
     if isinstance(value, Tensor):
         on_host = value.device.type == "cpu" and value.layout == torch.strided
         return on_host and value.dtype in _NUMBERS and value.dim() <= _MOST_DIMENSIONS
@@ -110,7 +113,7 @@ def _is_numeric(value: object) -> bool:
 
 
 def _find_pixels(modality: str, fields: Fields) -> Tensor:
-    """The pixels of an item, of which there is one tensor of its modality."""
+    """The pixels of an item, the only pixel tensor of its modality."""
     names = [name for name in fields if name.startswith("pixel_values")]
     if len(names) != 1 or (names[0] in VIDEO_FIELDS) != (modality == "video"):
         raise plan_error(
@@ -121,7 +124,7 @@ def _find_pixels(modality: str, fields: Fields) -> Tensor:
         raise plan_error("has no rows of pixels", names[0])
     if not pixels.is_floating_point() and pixels.dtype != torch.uint8:
         raise plan_error(f"has pixels of {pixels.dtype}", names[0])
-    # Rows of an image that is kept whole would not be finite either.
+    # Otherwise the rows of an image that is kept whole would not be finite either.
     if not bool(pixels.isfinite().all()):
         raise plan_error("has pixels that are not finite", names[0])
     for name, value in fields.items():
@@ -139,7 +142,7 @@ def _count_video(
     pixels: Tensor,
     frame: tuple[int, int] | None,
 ) -> int | None:
-    """N of a video whose frames have equally many tokens; None for others, and for images."""
+    """N of a video whose frames have equally many tokens; None for other videos and for images."""
     if (plan.frames > 0) != (modality == "video"):
         raise plan_error(f"has T = {plan.frames}, and its item is {modality!r}")
     if not plan.frames:
@@ -157,7 +160,7 @@ def _count_video(
 
 
 def _count_grid(modality: str, fields: Fields, pixels: Tensor) -> int | None:
-    """N of an item with a grid of patches, which are its rows of pixels; None without one."""
+    """N of an item with a grid of patches, which must match its pixel rows; else None."""
     name = _GRIDS.get(modality, "")
     anchors = fields.get(CELLS_FIELD, torch.zeros(0, dtype=torch.int32))
     if name not in fields:
@@ -187,7 +190,7 @@ def _count_grid(modality: str, fields: Fields, pixels: Tensor) -> int | None:
 
 
 def _check_text(plan: ItemPlan, frame: tuple[int, int] | None) -> None:
-    """Raise unless text stands between tokens that there are, and between the frames of a video."""
+    """Raise unless a plan's text stands between existing tokens, and between video frames."""
     if not plan.text:
         return
     if plan.part != "whole" or plan.keeps_all:
@@ -205,7 +208,7 @@ def _check_text(plan: ItemPlan, frame: tuple[int, int] | None) -> None:
         raise plan_error(f"has text that is not between its T = {plan.frames} frames")
 
 
-# Values of fields, each by itself or by the number of rows of pixels.
+# Checks of field values, alone or against the number of pixel rows.
 
 
 def _has_form(
@@ -221,7 +224,7 @@ def _are_sides(value: object, rows: int) -> bool:
 
 
 def _are_places(value: object, rows: int) -> bool:
-    """Whether patches fill a rectangle, each place once."""
+    """Whether patches fill a rectangle, with each place taken once."""
     if not _has_form(value, (torch.int64,), (rows, 2)):
         return False
     columns, lines = value[(value != -1).any(dim=1)].unbind(dim=1)
@@ -256,14 +259,17 @@ _CHECKS: Mapping[str, Callable[[object, int], bool]] = {
     PATCH_PLACES: _are_places,
     FRAME_SECONDS: _is_interval,
 }
-"""Check of a field's value, by name."""
+"""Check of a field's value, by the field's name."""
 
 
 # Cells of an image that were dropped before the vision tower.
 
 
 def count_patches(anchors: Tensor, grid: Tensor) -> int:
-    """Rows of pixels of an image with a grid of patches and these anchors ``(N,)``, or none."""
+    """Number of pixel rows of an image with a grid of patches and these anchors ``(N,)``.
+
+    If ``anchors`` is empty, no cell was dropped.
+    """
     patches = int(grid.prod())
     if len(anchors) == 0:
         return patches
@@ -271,7 +277,7 @@ def count_patches(anchors: Tensor, grid: Tensor) -> int:
 
 
 def _are_anchors(anchors: object, tokens: int) -> bool:
-    """Whether anchors are none, or of so many tokens, each one that is kept."""
+    """Whether anchors are empty, or of ``tokens`` cells that all point to a kept cell."""
     if _has_form(anchors, (torch.int32,), (0,)):
         return True
     if not _has_form(anchors, (torch.int32,), (tokens,)):

@@ -1,6 +1,6 @@
 """Plan of an item: what the API server decides about an image, and sends to the workers.
 
-With the bytes of a state that a plan carries.
+A plan also carries the bytes of a state that a request brings.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ FIELD = "autoprune_plan"
 
 KWARGS = "mm_processor_kwargs"
 REQUEST_FIELD = "autoprune"
-"""Field of a request, and the key in it of the plugin's entry."""
+"""Field of a request, and the key of the plugin's entry in it."""
 
 ENTRY = f"{KWARGS}/{REQUEST_FIELD}"
 """Location of the entry in error messages."""
 
 Chooser = Literal["state", "reference", "random", "resized"]
-"""What chooses an image's tokens: the state, its base policy alone, a random draw, or nothing: the
-image is resized to at most K tokens, or on a fixed grid its tokens are pooled to K. All but the
-first are controls, so that a running server can be compared with them on its own traffic."""
+"""What chooses an image's tokens: the state, its base policy alone, a random draw, or nothing
+(``resized``): the image is resized to at most K tokens, or on a fixed grid its tokens are pooled to
+K. All but the state are controls, with which a running server can be compared on its own traffic.
+"""
 
 CHOOSERS: tuple[Chooser, ...] = get_args(Chooser)
 
 
 Part = Literal["whole", "core", "delta", "recall"]
-"""Kept tokens of an image that one item of the prompt holds: all, those kept for every question,
-the others, or more of them that a later turn of the conversation recalls. An image that is split
+"""Which kept tokens of an image an item of the prompt holds: all of them, the core kept for every
+question, the delta, or tokens that a later turn of the conversation recalls. An image that is split
 stands in the prompt as two items."""
 
 
 Id = Annotated[int, Meta(ge=0, lt=1 << 31)]
-"""Token id; vocabularies are checked by the server's rules."""
+"""Token id; the server's rules check it against the vocabularies."""
 
 Ids = tuple[Id, ...]
 """Token ids of a text."""
@@ -58,33 +59,35 @@ NO_KEY: Key = (0, 0)
 """The key of an image whose features are not cached."""
 
 RELEVANCE_IDS = 1024
-"""Token ids of an instruction that relevance reads: its last ones."""
+"""Number of an instruction's last token ids that relevance reads."""
 
 LANGUAGE_IDS = 256
-"""Token ids of an instruction that the language model's first layers read: its last ones.
+"""Number of an instruction's last token ids that the language model's first layers read.
 
-Their attention to all earlier tokens is stored, which would take gigabytes for a long document.
-"""
+Their attention to all earlier tokens is stored, which would take gigabytes for a long document."""
 
 MAX_VIDEO_TOKENS = 1 << 20
-"""Bound of N of a video."""
+"""Upper bound of N of a video."""
 
 MAX_TEXT_IDS = 1 << 14
-"""Ids of text within one item: names of tiles, breaks behind rows, times of frames."""
+"""Maximum number of text ids within one item: names of tiles, breaks after rows, times of frames.
+"""
 
 MAX_SPAN = 1 << 16
-"""Positions of an item whose tokens do not stand one after the other."""
+"""Maximum number of positions of an item whose tokens do not stand one after the other."""
 
 LINE = 2
 MROPE = 3
-"""Rows of the positions that runners keep of a prompt. Of a model with one axis: where each token
-stands, and where the rows of its image begin; under M-RoPE: time, height and width."""
+"""Number of rows of the positions that runners keep for a prompt. For a model with one axis: the
+position of each token, and the position at which the rows of its image begin. Under M-RoPE: time,
+height and width."""
 
 MAX_RECALLS = 16
-"""Turns of a conversation that recall tokens of one image: the plan of each names all before it."""
+"""Number of turns that may recall tokens of one image: each turn's plan repeats all earlier ones.
+"""
 
-# Types of a plan's fields, with their bounds. A plan that is decoded is within them; how fields fit
-# each other is checked after that.
+# Types of a plan's fields, with their bounds. Decoding enforces these; whether fields fit each
+# other is checked afterwards.
 _Budget = Annotated[int, Meta(ge=1, le=MAX_VIDEO_TOKENS)]
 _Core = Annotated[int, Meta(ge=0, le=MAX_BUDGET)]
 _Count = Annotated[int, Meta(ge=0, le=MAX_VIDEO_TOKENS)]
@@ -94,7 +97,7 @@ _Language = Annotated[Ids, Meta(max_length=LANGUAGE_IDS)]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Tokens of an image that were chosen by one question: how many, and its token ids."""
+    """A choice of an image's tokens by one question: their number, and the question's token ids."""
 
     budget: _Budget
     instruction: _Instruction = ()
@@ -105,60 +108,63 @@ class Choice:
 class ItemPlan:
     """Plan of one item of a prompt: an image, a video, or one part of an image.
 
-    The instruction comes once for each need that reads it, since their tokenizers differ; empty
-    where the policy does not read it.
+    The instruction is stored once for each need that reads it, because their tokenizers differ; it
+    is empty if the policy does not read it.
     """
 
     budget: _Budget
-    """Tokens that the item keeps."""
+    """Number of tokens that the item keeps."""
     key: Key
-    """Key of its pixels in the feature cache."""
+    """Key of its image or video in the feature cache."""
     instruction: _Instruction = ()
-    """Token ids of the question for relevance."""
+    """Token ids of the question, for relevance."""
     language: _Language = ()
-    """Token ids of the question for the model's first layers, or of the words to be covered."""
+    """Token ids of the question for the language model's first layers, or of the words to be
+    covered."""
     keep: Chooser = "state"
     """What chooses its tokens."""
     profile: bool = False
-    """Whether vLLM profiles its memory: the unpruned size is returned, after a selection."""
+    """Whether vLLM profiles its memory: after a selection, the unpruned rows are returned."""
     state: Annotated[bytes, Meta(max_length=MAX_STATE_BYTES)] = b""
-    """State of the request, as :func:`encode_state` encodes it; empty for the server's own."""
+    """State that the request brings, encoded by :func:`encode_state`; empty for the server's own.
+    """
     tokens: _Count = 0
-    """N by the size of the image or video."""
+    """N, the number of unpruned tokens, from the size of the image or video."""
     part: Part = "whole"
     """Which of the image's kept tokens the item holds."""
     core: _Core = 0
-    """Tokens of the image's core, where the item is a part of that image; else 0."""
+    """Number of tokens of the image's core, if the item is a part of that image; else 0."""
     earlier: Annotated[tuple[Choice, ...], Meta(max_length=MAX_RECALLS)] = ()
-    """For a recall, the image with its own question, then every recall before this one."""
+    """For a recall: the choice of the image with its own question, then every recall before this
+    one."""
     text: Annotated[tuple[tuple[_Count, Id], ...], Meta(max_length=MAX_TEXT_IDS)] = ()
-    """Ids of text between the tokens, each after so many of the unpruned ones. The worker embeds
-    them, where it is known which tokens are kept; empty where vLLM embeds the text."""
+    """Ids of text between the tokens, each with the number of unpruned tokens before it. The worker
+    embeds them, because only it knows which tokens are kept; empty if vLLM embeds the text."""
     frames: _Count = 0
     """T of a video; 0 for an image."""
     positions: Positions = "true"
-    """Where its tokens stand; they are packed where they have no room."""
+    """Where its tokens stand; they are packed if there is no room."""
 
     @property
     def group(self) -> tuple[object, ...]:
-        """Grouping key: images with the same group are selected by one policy."""
+        """Grouping key: images with the same group are selected by the same policy."""
         budgets = tuple(choice.budget for choice in self.earlier)
         chooser = (self.keep, self.state, self.part)
         return (self.budget, *chooser, self.core, budgets, self.frames)
 
     @property
     def keeps_all(self) -> bool:
-        """Whether every token of the image is kept, which is then what it is in stock vLLM."""
+        """Whether every token of the image is kept, so that it is the same as in stock vLLM."""
         return self.part == "whole" and self.budget >= self.tokens
 
     @property
     def moves(self) -> bool:
-        """Whether its tokens stand elsewhere than one after the other, on an axis of positions."""
+        """Whether its tokens keep positions on an axis, instead of standing one after the other."""
         return self.positions != "packed" and not self.keeps_all
 
     @property
     def runs_policy(self) -> bool:
-        """Whether a policy is run: it may read the instruction, and may have a core."""
+        """Whether a policy is run, which may read the instruction and may have a core."""
         return self.keep in ("state", "reference")
 
     @property
@@ -168,19 +174,19 @@ class ItemPlan:
 
     @property
     def kept_before(self) -> int:
-        """Tokens of the image that are kept by the items which this one is chosen after."""
+        """Number of tokens that the items before this one keep of the same image."""
         if self.part == "recall":
             return sum(choice.budget for choice in self.earlier)
         return self.core if self.part == "delta" else 0
 
     @property
     def image_budget(self) -> int:
-        """Tokens that the image keeps up to this item."""
+        """K of the image once this item is added: its own and :attr:`kept_before` tokens."""
         return self.kept_before + self.budget
 
     def split(self, core: int) -> tuple[ItemPlan, ItemPlan]:
-        """Core of K_c tokens and delta of an image that is one item."""
-        # A core is chosen alike whatever else is kept, so its plan tells nothing else.
+        """Split an unsplit image into the plans of its core, of K_c tokens, and of its delta."""
+        # A core does not depend on what else is kept, so its plan says nothing about that.
         alone = ItemPlan(
             core, self.key, profile=self.profile, state=self.state, part="core"
         )
@@ -189,17 +195,17 @@ class ItemPlan:
         return alone, delta
 
     def recall(self, budget: int) -> ItemPlan:
-        """Tokens of the image that a later turn recalls after this item, without its question."""
+        """Plan of tokens that a later turn recalls after this item, without its question yet."""
         budget_before = self.budget if self.earlier else self.image_budget
         earlier = (*self.earlier, Choice(budget_before, *self.read))
         return replace(self, budget=budget, part="recall", earlier=earlier).ask()
 
     def ask(self, instruction: Ids = (), language: Ids = ()) -> ItemPlan:
-        """The plan with another question."""
+        """The plan with its question replaced."""
         return replace(self, instruction=instruction, language=language)
 
     def write_text(self, tokens: Sequence[int]) -> list[int]:
-        """All tokens ``(N,)`` of the item, unpruned, with the text between them."""
+        """All tokens ``(N,)`` of the unpruned item, with the text between them."""
         written = list[int]()
         done = 0
         for position, token in self.text:
@@ -208,7 +214,7 @@ class ItemPlan:
         return [*written, *tokens[done:]]
 
     def items_before(self) -> Iterator[ItemPlan]:
-        """Plans of the image's items that this one is chosen after, in their order."""
+        """Plans of the image's items before this one, given which it is chosen, in their order."""
         if self.part == "delta":
             yield replace(self, budget=self.image_budget).split(self.core)[0]
         for turn, choice in enumerate(self.earlier):
@@ -222,7 +228,7 @@ class ItemPlan:
                 yield replace(item, part="whole")
 
     def encode(self) -> Tensor:
-        """The row of bytes ``(L,)`` uint8 that carries the plan."""
+        """The plan as a row of bytes ``(L,)`` uint8."""
         return _CODEC.encode(self)
 
     @staticmethod
@@ -241,7 +247,7 @@ class ItemPlan:
 
 
 def _find_contradiction(plan: ItemPlan) -> str:
-    """What one field of a plan, each within its bounds, says against another; empty if nothing."""
+    """Description of a contradiction between fields within their bounds; empty if none."""
     if plan.frames > plan.tokens:
         return f"has T = {plan.frames} of N = {plan.tokens}"
     if plan.tokens > MAX_BUDGET and not plan.frames:
@@ -250,7 +256,7 @@ def _find_contradiction(plan: ItemPlan) -> str:
         return "has text that is out of order"
     if (plan.part == "recall") != bool(plan.earlier):
         return f"has {len(plan.earlier)} earlier choices as {plan.part}"
-    # A core is the tokens of its own item; the other parts have one beside their own.
+    # A core's own item has only the core's tokens; other parts keep theirs besides the core's.
     cores = {
         "whole": range(1),
         "core": range(plan.budget, plan.budget + 1),
@@ -265,15 +271,16 @@ def _find_contradiction(plan: ItemPlan) -> str:
 
 
 _LONGEST = 1 << 19
-"""Bytes of a plan with as many earlier choices and as much text as there may be, and more."""
+"""Bound of the bytes of a plan; one with as many earlier choices and as much text as possible fits.
+"""
 
 _CODEC = RowCodec(ItemPlan, 7, _LONGEST)
 
 
 _RENDERED = "send images, or inputs that a server with the same settings has rendered"
-"""How a request is corrected whose plans or tensors no such server makes."""
+"""Suggested fix for a request whose plans or tensors no server makes."""
 
 
 def plan_error(what: str, field: str = FIELD) -> RequestError:
-    """Error for a plan, or a tensor beside it, that no server's own processor makes."""
+    """Error for a plan, or for a tensor beside it, that no server's own processor makes."""
     return RequestError.of(field, what, _RENDERED)

@@ -1,6 +1,6 @@
-"""Codec of the rows of bytes by which a record travels from an API server to its workers.
+"""Codec of records as rows of bytes, which travel from an API server to its workers.
 
-vLLM batches, hashes, caches and sends such a row as it does pixels.
+vLLM batches, hashes, caches and sends such a row in the same way as pixels.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ Record = TypeVar("Record")
 
 
 class RowCodec(Generic[Record]):
-    """Rows ``(L,)`` uint8 of records of one type, a dataclass whose fields have bounds.
+    """Encodes records of one type, a dataclass whose fields have bounds, as rows ``(L,)`` uint8.
 
-    A row is a byte with the format's version, then the record, which has one row: whatever decodes
-    to it otherwise is refused.
+    A row is a byte with the format's version, followed by the record. A record has exactly one
+    valid row; other rows that would decode to it are refused.
     """
 
     def __init__(self, record: type[Record], version: int, longest: int) -> None:
@@ -28,14 +28,14 @@ class RowCodec(Generic[Record]):
         self._longest = longest
 
     def encode(self, record: Record) -> Tensor:
-        """The row of a record, whose bounds are not checked."""
+        """The row of a record; its bounds are not checked."""
         text = bytearray((self._version,)) + self._encoder.encode(record)
         return torch.frombuffer(text, dtype=torch.uint8)
 
     def decode(self, row: object) -> Record:
         """Inverse of :meth:`encode`; raises :class:`ValueError` for any other input.
 
-        The row has to lie on the CPU.
+        The row has to be on the CPU.
         """
         if not isinstance(row, Tensor) or row.dtype != torch.uint8 or row.dim() != 1:
             raise ValueError("is not a row of bytes")

@@ -38,7 +38,7 @@ class PlanRules:
     def check(self, plan: ItemPlan, placeholders: int) -> None:
         """Raise :class:`RequestError` unless a request with this plan may be served.
 
-        ``placeholders`` is the number of rows that the prompt has room for.
+        ``placeholders`` is the number of rows for which the prompt has room.
         """
         if plan.profile:
             raise plan_error("is one of memory profiling")
@@ -74,7 +74,7 @@ class PlanRules:
             )
 
     def _count_video_tokens(self, plan: ItemPlan) -> int:
-        """K of a plan's video by the server's own state, 0 where that leaves videos whole."""
+        """K of a plan's video by the server's own state; 0 if that state leaves videos whole."""
         served = self.served
         if served.state.frames is None:
             return 0
@@ -82,14 +82,14 @@ class PlanRules:
         return served.count_video_tokens(policy, plan.tokens, plan.frames)
 
     def check_choice(self, plan: ItemPlan) -> None:
-        """Raise for what a worker cannot look up, or requests may not set: ids, chooser, state."""
+        """Raise for token ids out of range, and for a chooser or state that is not allowed."""
         for find_problem in _CHOICE_RULES:
             if problem := find_problem(self, plan):
                 raise plan_error(problem)
 
 
 def _find_token_problem(rules: PlanRules, plan: ItemPlan) -> str:
-    """Token ids beyond a vocabulary: looking one up would crash the worker."""
+    """Problem of token ids beyond a vocabulary: looking one up would crash the worker."""
     size = rules.vocabulary
     text_tower = rules.served.text_tower
     relevance_size = size if text_tower is None else text_tower.vocabulary
@@ -106,7 +106,7 @@ def _find_token_problem(rules: PlanRules, plan: ItemPlan) -> str:
 
 
 def _find_permission_problem(rules: PlanRules, plan: ItemPlan) -> str:
-    """What a request may not set: its chooser, its state, its positions."""
+    """Problem of fields that a request may not set: chooser, state, positions."""
     served = rules.served
     by_request = served.rules.allows("budget")
     if plan.keep != "state" and not by_request:
@@ -125,7 +125,7 @@ def _find_permission_problem(rules: PlanRules, plan: ItemPlan) -> str:
 
 
 def _find_part_problem(rules: PlanRules, plan: ItemPlan) -> str:
-    """Parts of an item that its chooser, or the state, does not make."""
+    """Problem of parts of an item that its chooser, or the state, does not make."""
     served = rules.served
     is_part = plan.part != "whole"
     if plan.frames and (is_part or served.state_for_plan(plan).frames is None):
@@ -144,7 +144,7 @@ def _find_part_problem(rules: PlanRules, plan: ItemPlan) -> str:
 
 
 def _find_need_problem(rules: PlanRules, plan: ItemPlan) -> str:
-    """Inputs of the plan's state that the worker does not make."""
+    """Problem of inputs of the plan's state that the worker does not make."""
     if not plan.state:
         return ""
     missing = rules.served.policy_for_plan(plan).needs - rules.served.needs
@@ -159,13 +159,14 @@ _CHOICE_RULES: tuple[Callable[[PlanRules, ItemPlan], str], ...] = (
     _find_part_problem,
     _find_need_problem,
 )
-"""What is wrong with a plan's choice, empty where nothing is; each may rely on those before it."""
+"""Functions that describe a problem of a plan's choice, or return an empty text; each may rely on
+the checks of the functions before it."""
 
 
 def find_cost_problem(plan: ItemPlan, bound: float) -> str:
-    """Why a video is not selected from by the state in its plan; empty where it may be.
+    """Why the state in a plan may not select from its video; empty if it may.
 
-    ``bound`` are the milliseconds of ``--autoprune-request-cost``, for each 576 of its tokens.
+    ``bound`` is the milliseconds of ``--autoprune-request-cost``, for every 576 of its tokens.
     """
     if not plan.state or not plan.frames or not plan.runs_policy or plan.keeps_all:
         return ""
@@ -180,7 +181,7 @@ def find_cost_problem(plan: ItemPlan, bound: float) -> str:
 
 @lru_cache(maxsize=MAX_CACHED_STATES)
 def _find_state_problem(served: ServedState, text: bytes) -> str:
-    """Why a server refuses the state in a plan; empty where it accepts it."""
+    """Why a server refuses the state in a plan; empty if it accepts it."""
     rules = served.rules
     if not rules.allows("shipped-states"):
         return f"requests may not bring: they may set {rules} ({REQUESTS_FLAG})"
@@ -200,7 +201,7 @@ def _find_state_problem(served: ServedState, text: bytes) -> str:
 
 @cache
 def _shipped() -> frozenset[bytes]:
-    """The states that requests may name, as plans carry them; each alone and without exchange."""
+    """The states that requests may name, encoded as in plans, with and without exchange."""
     texts = set[bytes]()
     for file in shipped_states().values():
         state = load_state(file)

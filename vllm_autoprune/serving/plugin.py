@@ -1,6 +1,6 @@
-"""Entry point of the plugin: adds the flags and reads the settings; inert without a state.
+"""Entry point of the plugin: adds the flags and reads the settings; does nothing without a state.
 
-Model classes are registered only once a state asks for them.
+Model classes are registered only once a state is set.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 DISABLE = "VLLM_AUTOPRUNE_DISABLE"
-"""Set to 1 to keep the plugin out of a process altogether."""
+"""Environment variable that, set to 1, keeps the plugin out of a process altogether."""
 
 
 def disabled() -> bool:
-    """True where the environment turns the plugin off."""
+    """Whether the environment turns the plugin off."""
     return os.environ.get(DISABLE, "").strip().lower() in ("1", "true", "yes")
 
 
@@ -30,9 +30,9 @@ def disabled() -> bool:
 def register() -> None:
     """Called by vLLM in every process, possibly more than once (``vllm.general_plugins``).
 
-    Three wrappers, none of which does anything until a state is given: one adds the flags to vLLM's
-    parser, one puts their settings on the model config, and one checks them, and takes them out of
-    ``additional_config`` before vLLM hashes it.
+    Installs three wrappers, none of which does anything until a state is set. One adds the flags to
+    vLLM's parser, and one puts their settings on the model config. One checks the settings and
+    removes them from ``additional_config`` before vLLM hashes it.
     """
     if disabled():
         return
@@ -58,7 +58,7 @@ def register() -> None:
     ) -> ModelConfig:
         model_config = stock(self, *args, **named)
         additional = self.additional_config
-        # ``vllm launch render`` makes a config of the model alone, without ``additional_config``.
+        # ``vllm launch render`` makes only a model config, without ``additional_config``.
         if isinstance(additional, Mapping) and SETTINGS_KEY in additional:
             attach(model_config, WAITING_SETTINGS, dict(additional))
         return model_config
@@ -68,7 +68,8 @@ def register() -> None:
         additional = vllm_config.additional_config
         model_config = vllm_config.model_config
         in_config = isinstance(additional, Mapping) and SETTINGS_KEY in additional
-        # Importing it registers counters: a server without settings has none in its /metrics.
+        # Imported late, because it registers counters: a server without settings has none in
+        # /metrics.
         if in_config or get_attachment(model_config, WAITING_SETTINGS) is not None:
             from vllm_autoprune.serving.startup import apply_settings
 

@@ -13,7 +13,8 @@ from vllm_autoprune.tpdsl.cost import DEFAULT_COST
 REQUESTS_FLAG = "--autoprune-requests"
 
 Detail = Literal["low", "high"]
-"""Levels with a budget; with ``auto``, or no level, an image has the server's own budget."""
+"""Detail levels that may have a budget; with ``auto``, or no level, an image has the server's
+budget."""
 
 DETAIL_LEVELS: tuple[Detail, ...] = get_args(Detail)
 
@@ -23,7 +24,7 @@ def _read_budget(value: object) -> BudgetCall | None:
 
 
 class DetailBudgets(BaseModel):
-    """Budget of an image whose detail is ``low`` or ``high``; None where there is none."""
+    """Budget of an image whose detail is ``low`` or ``high``; None if the level has no budget."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     _budgets = field_validator("*", mode="plain")(_read_budget)
@@ -32,28 +33,28 @@ class DetailBudgets(BaseModel):
     high: BudgetCall | None = None
 
     def as_dict(self) -> dict[str, BudgetCall]:
-        """Budget of every level that has one."""
+        """Budget of every level that has one, by level."""
         return {level: budget for level, budget in self if budget is not None}
 
 
 Level = Literal["none", "budget", "shipped-states", "states"]
 """What requests may set: nothing; a budget, a control, or no pruning at all; also a state that
-ships with the package; also any state. Each level allows what the ones before it do."""
+ships with the package; also any state. Each level includes the levels before it."""
 
 LEVELS: tuple[Level, ...] = get_args(Level)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRules:
-    """Level of permission, and the budgets of one image that requests may ask for, ends included.
+    """Level of permission, and inclusive range of the budgets that requests may ask for.
 
-    ``explicit`` where the operator gave the flag: vLLM's own check of ``mm_processor_kwargs`` then
-    lets the plugin's entry pass, which otherwise needs ``--trust-request-mm-kwargs``. ``cost``
-    bounds the predicted milliseconds of a request's state
-    (:mod:`vllm_autoprune.tpdsl.cost`). ``detail`` has the budgets that any request
-    may choose by ``image_url.detail``, at every level; ``recall`` is the number of tokens that
-    later turns of a conversation recall where their request does not say it. ``total`` bounds what
-    all images and videos of a request keep, recalls aside; None without a bound.
+    ``explicit`` is true if the operator set the flag: vLLM's own check of ``mm_processor_kwargs``
+    then lets the plugin's entry pass, which otherwise needs ``--trust-request-mm-kwargs``. ``cost``
+    bounds the predicted milliseconds of a request's state (:mod:`vllm_autoprune.tpdsl.cost`).
+    ``detail`` has the budgets that any request may choose by ``image_url.detail``, at every level.
+    ``recall`` is the number of tokens that later turns of a conversation recall if their request
+    does not set it. ``total`` bounds what all images and videos of a request keep, without recalls;
+    None is no bound.
     """
 
     level: Level = "budget"
@@ -66,7 +67,7 @@ class RequestRules:
     total: int | None = None
 
     def allows(self, level: Level) -> bool:
-        """Whether requests may set the fields that a level adds."""
+        """Whether requests may set the fields that ``level`` adds."""
         return LEVELS.index(level) <= LEVELS.index(self.level)
 
     def __str__(self) -> str:

@@ -27,10 +27,10 @@ from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.state import PruningState
 
 _CHECKED_BUDGET = 64
-"""Bound of K for states of requests, which the API server checks between its requests."""
+"""Bound of K in the safety check of request states, which the API server runs between requests."""
 
 _MAX_STATE_CHARACTERS = 1 << 16
-"""Bound of a whole state as JSON; the encoded behaviour has a lower bound of its own."""
+"""Bound of the JSON of a whole state; the encoded state has a lower bound of its own."""
 
 _shipped_files = cache(shipped_states)
 _load = lru_cache(maxsize=2 * MAX_CACHED_STATES)(load_state)
@@ -39,11 +39,11 @@ _load = lru_cache(maxsize=2 * MAX_CACHED_STATES)(load_state)
 def load_request_state(
     state_field: str | Mapping[str, object], cost: float = DEFAULT_COST
 ) -> PruningState:
-    """Load the state that a request names or holds, safety-checked for serving.
+    """Load the state that a request names or contains, safety-checked for serving.
 
-    Raises :class:`RequestError`, before the state is run where its selection is predicted to take
-    more than ``cost`` milliseconds. A name is looked up among the states that ship and is never a
-    path.
+    Raises :class:`RequestError`; a state whose selection is predicted to take more than ``cost``
+    milliseconds is refused before it is run. A name is looked up among the shipped states and is
+    never a path.
     """
     source: Path | str
     where = f"{ENTRY}/state"
@@ -84,7 +84,7 @@ def load_request_state(
 
 @lru_cache(maxsize=MAX_CACHED_STATES)
 def _check(text: bytes) -> PruningState | StateError:
-    """The state to serve, or the error where there is none; computed once a digest."""
+    """The state to serve, or the error if it is not safe; computed once per digest."""
     state = decode_state(text)
     budget = min(materialize(state).budget, _CHECKED_BUDGET)
     try:

@@ -1,4 +1,4 @@
-"""What a server serves, on the model config of every process."""
+"""The state that a server serves, attached to the model config of every process."""
 
 from __future__ import annotations
 
@@ -30,57 +30,58 @@ NEEDS: tuple[Need, ...] = get_args(Need)
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a model can do in the way that it is served, each refusal with its reason."""
+    """What a model can do as it is served, with a reason for each limitation."""
 
     unavailable: tuple[tuple[Need, str], ...] = ()
-    """Inputs that states cannot read."""
+    """Inputs that states cannot read, each with the reason."""
     whole_only: str = ""
-    """Why no cell can be dropped before the tower; empty where one can."""
+    """Why no cell can be dropped before the tower; empty if cells can be dropped."""
     packed_only: str = ""
-    """Why kept tokens can only stand one after the other; empty where they need not."""
+    """Why kept tokens can only stand one after the other; empty if they need not."""
     axes: int = 0
-    """Axes of positions that workers keep; 0 where tokens are packed only."""
+    """Number of axes of the positions that workers keep; 0 if tokens can only be packed."""
     prunes_videos: bool = False
     """Whether tokens of videos can be chosen."""
     frame: tuple[int, int] | None = None
-    """Tokens of a frame and rows behind the last one, where no size changes them."""
+    """Number of tokens of a frame and of rows after the last frame, for models whose frames always
+    have the same size."""
 
 
 @dataclass(frozen=True)
 class ServedState:
-    """The state that a server runs, with what its operator set and what its model can do."""
+    """The state that a server runs, with its operator's settings and its model's capabilities."""
 
     architecture: str
-    """The model's, as vLLM calls it."""
+    """The model's architecture, as vLLM names it."""
     state: PruningState
-    """The server's own, of all requests that bring none."""
+    """The server's own state, for all requests that bring none."""
     budget: BudgetCall
-    """Tokens kept of an image by a request that does not say it."""
+    """Number of tokens kept of an image, for a request that sets no budget."""
     text_tower: TextTower | None
-    """CLIP checkpoint that measures relevance; None: the model's input embeddings do."""
+    """CLIP checkpoint that measures relevance; None if the model's input embeddings measure it."""
     cache_bytes: int
-    """Bound of the feature cache of each worker."""
+    """Bound, in bytes, of the feature cache of each worker."""
     rules: RequestRules = DEFAULT_RULES
     """What requests may set."""
     capabilities: Capabilities = Capabilities()
     """What the model can do."""
     metrics_folder: str = ""
-    """Where workers write metrics; nowhere if it is empty."""
+    """Folder to which workers write metrics; empty for none."""
     kv_bytes: int | None = None
-    """Size of one token in the KV cache; None where that is not known."""
+    """Size of one token in the KV cache, in bytes; None if unknown."""
     cells: Cells | None = None
     """Rule for the cells that are dropped before the tower."""
     video_budget: BudgetCall | None = None
-    """Tokens kept of a video, in the place of the state's own rule."""
+    """Number of tokens kept of a video, which replaces the state's own rule."""
     positions: Positions | None = None
-    """Where kept tokens stand, in the place of the state's own."""
+    """Where kept tokens stand, which replaces the state's own setting."""
 
     def positions_of(
         self, state: PruningState, requested: Positions | None = None
     ) -> Positions:
-        """Where tokens stand that a state chooses, or that a request asks for.
+        """Where the tokens that a state chooses stand, as a request or else the settings ask for.
 
-        Raises :class:`RequestError` where this server cannot do what is asked.
+        Raises :class:`RequestError` if this server cannot do what is requested.
         """
         only: Positions | None = None
         why = ""
@@ -99,10 +100,10 @@ class ServedState:
     def count_video_tokens(
         self, policy: PruningPolicy, tokens: int, frames: int
     ) -> int:
-        """K of a video of N tokens in T frames, N where a policy keeps all tokens of its frames.
+        """K of a video of N tokens in T frames; N if a policy keeps all tokens of its frames.
 
-        Rows behind the last frame are among N, and never more are kept than the policy's largest K:
-        a number, or the end of a rule, is what a request has for its video.
+        N includes the rows after the last frame. The result never exceeds the policy's largest K: a
+        number, or the upper end of a rule, bounds what a request gets for its video.
         """
         frame = self.capabilities.frame
         candidates = tokens if frame is None else tokens - frame[1]
@@ -110,14 +111,14 @@ class ServedState:
         return min(tokens, policy.budget) if budget >= candidates else budget
 
     def state_for_plan(self, plan: ItemPlan) -> PruningState:
-        """The state in a plan, or the server's own."""
+        """The state that a plan carries, or else the server's own."""
         return decode_state(plan.state) if plan.state else self.state
 
     def policy_for_plan(self, plan: ItemPlan) -> PruningPolicy:
-        """Policy of a plan: of the state in the plan, or of the server's own.
+        """Policy of a plan, by the state that it carries or the server's own.
 
-        For a core it is the one that keeps the core alone, for a delta that of both parts, for a
-        recall the one that chooses its tokens. Raises BudgetError.
+        For a core it is the policy that keeps only the core, for a delta that of both parts, and
+        for a recall the one that chooses its tokens. Raises BudgetError.
         """
         state = self.state_for_plan(plan)
         exchange = plan.keep == "state"
@@ -132,9 +133,9 @@ class ServedState:
         )
 
     def find_needs(self, plan: ItemPlan) -> frozenset[Need]:
-        """Optional inputs that the policy of a plan reads, none where no policy is run.
+        """Optional inputs that the policy of a plan reads; empty if no policy is run.
 
-        Raises :class:`RequestError` where this server does not make them.
+        Raises :class:`RequestError` if this server does not make them.
         """
         if plan.keeps_all or not plan.runs_policy:
             return frozenset()
@@ -153,7 +154,7 @@ class ServedState:
         return policy.needs
 
     def selection_identity(self, state: PruningState) -> str:
-        """Identity of the selection: everything it depends on except image, K and instruction."""
+        """Identity of everything that a selection depends on except image, K and instruction."""
         tower = self.text_tower
         if tower is None:
             return state.digest
@@ -161,7 +162,7 @@ class ServedState:
 
     @property
     def needs(self) -> frozenset[Need]:
-        """Inputs that any request may make the workers read: quotas grow with K.
+        """Inputs that workers may have to read for any request; quotas grow with K.
 
         If requests may bring states, these are all available inputs: features are computed once per
         image, before it is known which inputs later states read.
@@ -182,7 +183,7 @@ class ServedState:
 
 
 make_policy = lru_cache(maxsize=512)(materialize)
-"""Policy of a state at a budget, of which an API server and a worker ask several times an item."""
+"""Cached :func:`materialize`, which an API server and a worker call several times per item."""
 
 
 def served_state(model_config: ModelConfig) -> ServedState | None:
@@ -193,4 +194,4 @@ def served_state(model_config: ModelConfig) -> ServedState | None:
 
 
 KV_CACHE = "autoprune_kv_cache"
-"""Attribute of a model config with vLLM's own cache config, which gets its block size later on."""
+"""Attribute of a model config that holds vLLM's cache config, whose block size is set later on."""

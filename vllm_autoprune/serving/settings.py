@@ -1,8 +1,8 @@
-"""Settings of a server: one model, from whose fields come the flags of `vllm serve`, and checks.
+"""Settings of a server: one model whose fields define the flags of `vllm serve` and their checks.
 
-A flag writes plain data into ``additional_config["autoprune"]``, the same place that
-``LLM(..., additional_config={"autoprune": {...}})`` fills, so both ways are one from there on.
-Whether settings fit the model is checked in :mod:`.startup`.
+A flag writes plain data into ``additional_config["autoprune"]``, which ``LLM(...,
+additional_config={"autoprune": {...}})`` fills too, so both ways are handled alike. Whether
+settings fit the model is checked in :mod:`.startup`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _BUDGET_FLAG = "--autoprune-budget"
 
 
 def _refuse_boolean(value: object) -> object:
-    """Refuse ``true``, which pydantic reads as 1; flags are texts, so strict mode is no way."""
+    """Refuse ``true``, which pydantic reads as 1; flags are texts, which rules out strict mode."""
     if isinstance(value, bool):
         raise ValueError("no number")
     return value
@@ -66,17 +66,17 @@ SETTINGS_KEY = "autoprune"
 """Key of the plugin's settings in vLLM's ``additional_config``."""
 
 WAITING_SETTINGS = "autoprune_settings"
-"""Attribute of a model config with settings that are not applied yet."""
+"""Attribute of a model config that holds settings which are not applied yet."""
 
 
 class _InvalidSetting(AutopruneError, ValueError):
-    """A setting is not valid; a ValueError, which pydantic collects with those of the others."""
+    """An invalid setting; a ValueError, so that pydantic collects it with the others."""
 
 
 def locate(setting: str, error: AutopruneError) -> list[Problem]:
-    """Problems of a state, placed in a setting, with the state's JSON pointer where they have one.
+    """Problems of a state, located at a setting and the state's JSON pointer, if any.
 
-    ``setting`` is empty for a state that is given as an object.
+    ``setting`` is empty for a state that is passed as an object.
     """
     problems = []
     for problem in error.problems:
@@ -91,7 +91,7 @@ _RULES = re.compile(
 
 
 def _flag(metavar: str, text: str, default: object = None, **bounds: Any) -> Any:
-    """A setting with its flag."""
+    """Field of a setting that has a flag."""
     return Field(
         default, title=metavar, description=text, validate_default=True, **bounds
     )
@@ -103,7 +103,7 @@ _FIXES = {
     "request_budget": "give a number of tokens above 0",
     "request_cost": "give a number of milliseconds above 0, at most a million",
 }
-"""What to do where the value of a setting is no number in its range."""
+"""Suggested fix if the value of a setting is no number in its range."""
 
 
 class Settings(BaseModel):
@@ -190,12 +190,12 @@ class Settings(BaseModel):
         le=10**6,
     )
 
-    # Checks: one of a setting sees those before it, where they are valid.
+    # Validators. That of a setting sees the settings declared before it, if these are valid.
 
     @field_validator("state", mode="plain")
     @classmethod
     def read_state(cls, value: object) -> PruningState:
-        """The state of a file, a shipped name, a dictionary, or a state object."""
+        """The state from a file, a shipped name, a dictionary, or a state object."""
         if value is None:
             what = "no state is given, and the other settings mean nothing without one"
             raise _InvalidSetting.of(_STATE_FLAG, what, "give a file or a shipped name")
@@ -209,7 +209,7 @@ class Settings(BaseModel):
                 TypeError,
                 ValueError,
                 RecursionError,
-            ) as error:  # it holds anything
+            ) as error:  # the file may hold anything
                 what = f"not JSON: {str(error)[:200]}"
                 fix = "give a dictionary such as json.load returns"
                 raise _InvalidSetting.of(where, what, fix) from None
@@ -245,7 +245,7 @@ class Settings(BaseModel):
     @field_validator("cells", mode="plain")
     @classmethod
     def read_cells(cls, value: object, info: ValidationInfo) -> Cells | None:
-        """The rule for cells; the state's own where none is given."""
+        """The rule for cells; the state's own if none is set."""
         if value is None:
             return info.data["state"].cells if "state" in info.data else None
         try:
@@ -256,7 +256,7 @@ class Settings(BaseModel):
     @field_validator("positions", mode="plain")
     @classmethod
     def read_positions(cls, value: object) -> Positions | None:
-        """One of the words; in Python also the boolean that ``true`` looks like."""
+        """A name of positions; from Python also the boolean True, which YAML makes of ``true``."""
         word = "true" if value is True else value
         if word is None:
             return None
@@ -279,7 +279,7 @@ class Settings(BaseModel):
     @field_validator("requests", mode="plain")
     @classmethod
     def read_rules(cls, value: object) -> RequestRules:
-        """What requests may set, such as ``"shipped-states"`` or ``"budget:16-256"``."""
+        """What requests may set, from text such as ``"shipped-states"`` or ``"budget:16-256"``."""
         if value is None:
             return DEFAULT_RULES
         match = _RULES.fullmatch(str(value).strip())
@@ -302,7 +302,7 @@ class Settings(BaseModel):
     @field_validator("detail", mode="plain")
     @classmethod
     def read_detail(cls, value: object, info: ValidationInfo) -> DetailBudgets:
-        """Budgets by ``"low=64,high=256"``, or a mapping: possible with the state and the rules."""
+        """Budgets from ``"low=64,high=256"`` or a mapping; they must fit state and rules."""
         if value is None:
             return DetailBudgets()
         detail = _parse_detail(value)
@@ -324,7 +324,7 @@ class Settings(BaseModel):
     @field_validator("recall")
     @classmethod
     def check_recall(cls, recall: int, info: ValidationInfo) -> int:
-        """K_r within the range of the rules."""
+        """Check that K_r is within the range of the rules."""
         maximum = info.data.get("requests", DEFAULT_RULES).maximum
         if recall > maximum:
             what = f"K_r = {recall}, and {REQUESTS_FLAG} allows {maximum} at most"
@@ -332,11 +332,11 @@ class Settings(BaseModel):
             raise _InvalidSetting.of(RECALL_FLAG, what, fix)
         return recall
 
-    # After the others: those that read plain values replace what is declared before them.
+    # Declared last, because validators that read plain values run before those declared earlier.
     @field_validator("*", mode="before")
     @classmethod
     def refuse_empty(cls, value: object, info: ValidationInfo) -> object:
-        """Any value but an empty text: ignored, it would serve what the operator did not mean."""
+        """Refuse an empty text: ignoring it would serve something that nobody asked for."""
         if isinstance(value, str) and not value.strip():
             what = "is empty, as where a variable is not set"
             fix = "give a value, or leave it out"
@@ -345,7 +345,7 @@ class Settings(BaseModel):
 
     @property
     def rules(self) -> RequestRules:
-        """Permissions of requests, with all that bounds them."""
+        """Permissions of requests, with all bounds on them."""
         return replace(
             self.requests,
             cost=self.request_cost,
@@ -362,7 +362,7 @@ def _check_budget(
     *,
     video: bool = False,
 ) -> None:
-    """Raise unless the state, where that is valid, can keep a budget."""
+    """Raise unless the state, if it is valid, can keep a budget."""
     if "state" not in info.data:
         return
     try:
@@ -372,7 +372,7 @@ def _check_budget(
 
 
 def _parse_detail(value: object) -> DetailBudgets:
-    """Budgets of one level or both, of which ``low`` never keeps more than ``high``."""
+    """Budgets of one or both levels; ``low`` must not keep more than ``high``."""
     levels = value
     repeats = False
     if isinstance(value, str):
@@ -398,11 +398,11 @@ def _parse_detail(value: object) -> DetailBudgets:
 
 
 def read_settings(raw: object) -> tuple[Settings | None, list[Problem]]:
-    """The settings, None where any is not valid, and all their problems."""
+    """The settings, or None if any is not valid, and all their problems."""
     where = f"additional_config/{SETTINGS_KEY}"
     if not isinstance(raw, Mapping):
         return None, [Problem(where, "not an object", 'give {"state": ...}')]
-    # A setting that is None in JSON or in Python is as if it was not given.
+    # A setting that is None in JSON or in Python counts as not set.
     values = {str(name): value for name, value in raw.items() if value is not None}
     values.pop("from_flags", None)
     try:

@@ -1,4 +1,4 @@
-"""Start-up: settings become a served state on the model config, or all their problems are told."""
+"""Start-up: turn settings into a served state on the model config, or report all their problems."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ _active: set[str] = set()
 def _activate(architecture: str) -> None:
     """Replace vLLM's classes for one architecture by the pruned ones; idempotent.
 
-    They serve stock models unchanged, because each looks for a state on its own model's config.
+    The pruned classes serve stock models unchanged, because each looks for a state on its own
+    model's config.
     """
     if architecture in _active:
         return
@@ -84,10 +85,10 @@ def _activate(architecture: str) -> None:
 
 
 class _Activation:
-    """Attribute of the model config that activates every process which unpickles the config.
+    """Attribute of the model config that activates the plugin in every process that unpickles it.
 
-    vLLM pickles the config for its engine cores and workers, and a process must have our classes
-    registered before it builds the model.
+    vLLM pickles the config for its engine cores and workers, and a process must have the plugin's
+    classes registered before it builds the model.
     """
 
     def __init__(self, architecture: str) -> None:
@@ -101,7 +102,8 @@ class _Activation:
 def _sleep_problem(model_config: ModelConfig, level: int) -> str | None:
     """Reason why a server cannot wake up from a sleep level; None if it can.
 
-    Level 2 discards weights, and what reloads the checkpoint's does not reload the text tower's.
+    Level 2 discards weights, and reloading the checkpoint's weights does not reload the text
+    tower's.
     """
     served = served_state(model_config)
     if level < 2 or served is None or served.text_tower is None:
@@ -112,16 +114,16 @@ def _sleep_problem(model_config: ModelConfig, level: int) -> str | None:
     )
 
 
-# Settings resolved to a served state on the model config; reports all problems at once.
+# Resolution of settings to a served state on the model config; reports all problems at once.
 
 logger = logging.getLogger("vllm.autoprune")
 
 
 def apply_settings(vllm_config: VllmConfig) -> None:
-    """Apply the plugin's settings from ``additional_config``, or from the model config, checked.
+    """Check and apply the plugin's settings from ``additional_config`` or from the model config.
 
-    Raises :class:`ConfigError` before any weight is loaded. Where the settings came from the
-    command line the process ends with that message alone instead of a traceback.
+    Raises :class:`ConfigError` before any weight is loaded. If the settings came from the command
+    line, the process ends with that message alone instead of a traceback.
     """
     model_config = vllm_config.model_config
     additional = vllm_config.additional_config
@@ -131,7 +133,7 @@ def apply_settings(vllm_config: VllmConfig) -> None:
     if waiting is not None:
         attach(model_config, WAITING_SETTINGS, None)
     if isinstance(additional, Mapping) and SETTINGS_KEY in additional:
-        # Out of additional_config before vLLM hashes it: the compiled graphs do not depend on it.
+        # Removed before vLLM hashes additional_config, because compiled graphs do not depend on it.
         vllm_config.additional_config = {
             k: v for k, v in additional.items() if k != SETTINGS_KEY
         }
@@ -141,9 +143,9 @@ def apply_settings(vllm_config: VllmConfig) -> None:
     settings = waiting[SETTINGS_KEY]
     try:
         require_vllm()
-        # The safety check runs policies, and `LLM()` then forks the engine core where there is
-        # CUDA: libgomp, whose threads a fork does not copy, would wait for them in the child's
-        # first parallel region.
+        # The safety check runs policies, and `LLM()` with CUDA then forks the engine core. A fork
+        # does not copy libgomp's threads, so the child's first parallel region would wait for them
+        # forever.
         # Remove when: 0.32 is no longer supported; 0.33 ends these threads before it forks.
         with set_default_torch_num_threads(1):
             served = _resolve_settings(settings, vllm_config)
@@ -166,14 +168,15 @@ def apply_settings(vllm_config: VllmConfig) -> None:
 
 
 _DENSE = frozenset({KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR})
-"""Forms of the KV cache in which a number takes the bytes of its dtype, and nothing beside it."""
+"""Quantisation modes of the KV cache that store each number in the bytes of its dtype, with no
+scales."""
 
 
 def _count_kv_bytes(model_config: ModelConfig, cache_config: CacheConfig) -> int | None:
-    """Bytes of one token's keys and values on all ranks, with full attention in every layer.
+    """Bytes of one token's keys and values on all ranks, if every layer has full attention.
 
-    None where the attention backend of a worker decides: it packs numbers of 4 bits, and scales
-    beside them. Also where layers differ.
+    None if a worker's attention backend decides the size, because it packs numbers of 4 bits with
+    scales, and None if layers differ.
     """
     name = cache_config.cache_dtype
     if get_kv_quant_mode(name) not in _DENSE or cache_config.kv_cache_dtype_skip_layers:
@@ -184,17 +187,17 @@ def _count_kv_bytes(model_config: ModelConfig, cache_config: CacheConfig) -> int
 
 
 _MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
-"""prometheus_client's own variable: where there are several API servers, vLLM has set it."""
+"""prometheus_client's own variable, which vLLM sets if there are several API servers."""
 
 
 @cache
 def _open_metrics_folder() -> str:
-    """The folder of the workers' metrics, read from now on; before workers start.
+    """The folder of the workers' metrics, which is read from now on; called before workers start.
 
-    Workers write files that the API servers' ``/metrics`` reads, in prometheus_client's own format
-    for several processes. With several API servers vLLM has set that up, and any file in its folder
-    is exported; for a single one a folder of the plugin's is added. Workers on another machine than
-    the API server write to a folder that is never read.
+    Workers write files in prometheus_client's own format for several processes, and the API
+    servers' ``/metrics`` reads them. With several API servers, vLLM has set that up and exports
+    every file in its folder; for a single API server, a folder of the plugin's is added. Workers on
+    another machine than the API server write to a folder that is never read.
     """
     if configured := os.environ.get(_MULTIPROCESS):
         return configured

@@ -35,29 +35,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What is known of a model at start-up: its family, and how vLLM is told to serve it."""
+    """What is known of a model at start-up: its family, and vLLM's configuration for serving it."""
 
     backbone: Backbone
     config: VllmConfig
 
     @property
     def model_config(self) -> ModelConfig:
-        """vLLM's configuration of the model alone."""
+        """vLLM's configuration of only the model."""
         return self.config.model_config
 
     @property
     def encodes_only(self) -> bool:
-        """Whether there is no language model, which cannot embed text between tokens then."""
+        """Whether vLLM runs only the encoder, so that text between tokens cannot be embedded."""
         return self._reads("mm_encoder_only") and self.backbone.embeds_text
 
     @property
     def has_pipeline(self) -> bool:
-        """Whether the language model's layers are on several ranks."""
+        """Whether the language model's layers are distributed over several ranks."""
         return self.config.parallel_config.pipeline_parallel_size > 1
 
     @property
     def whole_only(self) -> str:
-        """Why no cell of an image can be dropped before the tower; empty where one can."""
+        """Why no cell of an image can be dropped before the tower; empty if one can be."""
         reason = self.backbone.whole_only
         if not reason and not self._reads("mm_device_do_normalize"):
             return "gets pixels that are normalised before, and cannot be compared"
@@ -70,7 +70,7 @@ class ServedModel:
 
     @property
     def packed_only(self) -> str:
-        """Why kept tokens stand one after the other in any case; empty where they need not."""
+        """Why kept tokens can only stand one after the other; empty if they need not."""
         if self.backbone.mrope:
             uses_axes = self.model_config.uses_mrope
             return "" if uses_axes else "is served without the axes of its M-RoPE"
@@ -82,7 +82,7 @@ class ServedModel:
         return find_packed_reason(self.backbone, self.model_config.hf_config)
 
     def find_capabilities(self) -> Capabilities:
-        """What the model can do, served as it is."""
+        """What the model can do with this configuration."""
         unavailable = []
         for need in NEEDS:
             if problems := self.find_input_problems({need}):
@@ -104,7 +104,7 @@ class ServedModel:
     def find_input_problems(self, needs: Collection[Need]) -> list[Problem]:
         """Problems of inputs that the checkpoint, or the way it is served, cannot provide.
 
-        Features of the image, after the vision tower and its projector, are there in every mode.
+        Features of the image after the vision tower and its projector are always available.
         """
         fix = "serve without it, or a state that does not read this"
         problems = self.backbone.input_problems(self.model_config.hf_config, needs)
@@ -116,11 +116,11 @@ class ServedModel:
         return problems
 
     def _reads(self, option: str) -> bool:
-        """A boolean of vLLM's multi-modal configuration, of which versions differ."""
+        """A boolean option of vLLM's multi-modal configuration; False in versions without it."""
         return bool(getattr(self.model_config.multimodal_config, option, False))
 
 
-# Rules, by the name of what they are about. Each yields its problems.
+# Rules, by the name of what they check. Each yields its problems.
 
 
 def _refuse_mode(
@@ -129,13 +129,13 @@ def _refuse_mode(
     what: str,
     fix: str = "serve without it",
 ) -> Callable[[ServedModel], list[Problem]]:
-    """The rule that a way of serving is off."""
+    """The rule that an option of vLLM must be off."""
     problem = Problem(flag, what, fix)
     return lambda model: [problem] if is_on(model) else []
 
 
 def _check_processor(model: ServedModel) -> Iterator[Problem]:
-    """Refuse image processors that are Python code of the checkpoint, and would be run."""
+    """Refuse image processors that are Python code of the checkpoint, because it would be run."""
     config = model.model_config
     if model.backbone.remote_processor or not config.trust_remote_code:
         return
@@ -150,11 +150,11 @@ def _check_processor(model: ServedModel) -> Iterator[Problem]:
 
 
 _LMCACHE = Version("0.5.5")
-"""The oldest LMCache that keeps a whole identity; 0.5.4 keeps 16 bits of it."""
+"""The oldest LMCache that keeps whole identities; 0.5.4 keeps only 16 bits."""
 
 
 def _check_connector(model: ServedModel) -> Iterator[Problem]:
-    """Refuse KV connectors that keep 16 bits of an image's identity."""
+    """Refuse KV connectors that keep only 16 bits of an image's identity."""
     connector = model.config.kv_transfer_config
     if connector is not None:
         extra = connector.kv_connector_extra_config
@@ -162,10 +162,10 @@ def _check_connector(model: ServedModel) -> Iterator[Problem]:
 
 
 def _find_connector_problems(name: str, extra: object) -> Iterator[Problem]:
-    """Problems of a connector, or of those that a MultiConnector has.
+    """Problems of a connector, or of the connectors within a MultiConnector.
 
-    Two images, or two questions about one, would be given each other's KV. vLLM's own copy of
-    LMCache's integration (``use_native``) does so in 0.32 and 0.33.
+    With 16 bits, two images, or two questions about one image, could get each other's KV. vLLM's
+    own copy of LMCache's integration (``use_native``) keeps 16 bits in 0.32 and 0.33.
     """
     extra = extra if isinstance(extra, Mapping) else {}
     parts = extra.get("connectors")
@@ -185,14 +185,14 @@ def _find_connector_problems(name: str, extra: object) -> Iterator[Problem]:
     try:
         version = Version(importlib.metadata.version("lmcache"))
     except importlib.metadata.PackageNotFoundError:
-        return  # vLLM says so itself
+        return  # vLLM reports it itself
     if version < _LMCACHE:
         fix = f"install lmcache>={_LMCACHE}"
         yield Problem(where, f"LMCache {version} {what}", fix)
 
 
 def _has_tower_adapters(model: ServedModel) -> bool:
-    # Features are kept by image alone, and LoRA layers bypass the hook on attention.
+    # Features are cached by image only, and LoRA layers bypass the hook on attention.
     lora = model.config.lora_config
     return lora is not None and bool(lora.enable_tower_connector_lora)
 
@@ -221,7 +221,7 @@ _MODEL_RULES: Mapping[str, Callable[[ServedModel], Iterable[Problem]]] = {
         "both it and --autoprune-state say which tokens of a prompt are left",
         "leave one out; a state with `frames` prunes videos",
     ),
-    # vLLM asks for the positions of kept tokens where it encodes images: on rank 0.
+    # vLLM asks for the positions of kept tokens on the rank that encodes images: rank 0.
     "M-RoPE on pipeline ranks": _refuse_mode(
         "--pipeline-parallel-size",
         lambda model: model.backbone.mrope and model.has_pipeline,
@@ -229,7 +229,7 @@ _MODEL_RULES: Mapping[str, Callable[[ServedModel], Iterable[Problem]]] = {
         "serve without it, for example with --tensor-parallel-size",
     ),
 }
-"""Modes in which no state serves a model."""
+"""Rules for options of vLLM with which no state can be served."""
 
 
 def _check_recall(model: ServedModel, settings: Settings) -> Iterator[Problem]:
@@ -278,18 +278,21 @@ _SETTING_RULES: Mapping[str, Callable[[ServedModel, Settings], Iterable[Problem]
     "positions": _check_positions,
     "text tower": _check_text_tower,
 }
-"""What a model cannot do that a setting asks for."""
+"""Rules for settings that ask for something that the model cannot do."""
 
 
 def find_startup_problems(
     config: VllmConfig, settings: Settings | None
 ) -> Iterator[Problem]:
-    """Every problem of a model, the way it is served and its settings, where these are valid."""
+    """Problems of a model and of how it is served, and of ``settings`` unless they are None.
+
+    ``settings`` is None if the settings themselves are not valid.
+    """
     if uses_rust_frontend():
         name = "VLLM_USE_RUST_FRONTEND"
         yield Problem(name, "bypasses Python processors", f"unset {name}")
     if reuses_memory_plan():
-        # Filed under vLLM's hash of its configuration, of which our settings are no part.
+        # The plan is stored under vLLM's hash of its configuration, which leaves out our settings.
         name = "VLLM_ENABLE_STARTUP_PLAN"
         what = "would reuse the memory plan of a server without a state, or with another one"
         yield Problem(name, what, f"unset {name}")
@@ -310,10 +313,10 @@ def find_startup_problems(
 _INSIDE_THE_TOWER: frozenset[Need] = frozenset(
     {"cls_attention", "encoder", "merger_input", "tower", "next_layer"}
 )
-"""What hooks within the vision tower read."""
+"""Inputs that hooks within the vision tower read."""
 
 _QUESTION: frozenset[Need] = frozenset({"instruction", "words", "language"})
-"""What is made of the question."""
+"""Inputs that are made from the question."""
 
 _LANGUAGE: frozenset[Need] = frozenset({"language"})
 
@@ -330,7 +333,7 @@ class _HidingMode:
 
 def _splits_images(model: ServedModel) -> bool:
     multimodal = model.model_config.multimodal_config
-    # vLLM has reset it to "weights" where the model cannot do it.
+    # vLLM has reset the mode to "weights" if the model cannot distribute images.
     return multimodal is not None and multimodal.mm_encoder_tp_mode == "data"
 
 

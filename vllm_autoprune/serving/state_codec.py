@@ -1,7 +1,7 @@
 """Canonical bytes of a state, for the plans that carry it to the workers.
 
-Sent with every image that needs it, because an API server cannot know which states a worker has
-already received; a kilobyte is small compared with the pixels.
+A state is sent with every image that needs it, because an API server cannot know which states a
+worker has already received. It takes a kilobyte, which is small compared with the pixels.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from vllm_autoprune.errors import StateError
 from vllm_autoprune.tpdsl.state import Provenance, PruningState
 
 MAX_STATE_BYTES = 1 << 14
-"""Bound of the state that a plan carries, in bytes; those that ship take 1,200."""
+"""Maximum size of the state in a plan, in bytes; shipped states take 1,200."""
 
 MAX_CACHED_STATES = 256
-"""States that a process caches, the least recently used dropped first."""
+"""Number of states that a process caches; the least recently used is dropped first."""
 
 
 @lru_cache(maxsize=MAX_CACHED_STATES)

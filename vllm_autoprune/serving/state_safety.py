@@ -13,22 +13,24 @@ from vllm_autoprune.tpdsl.state import PruningState
 _logger = logging.getLogger("vllm.autoprune")
 
 _MAX_WARNINGS = 16
-"""Warnings of one process: requests bring states, and clients could fill its log with them."""
+"""Maximum number of warnings of a process, because clients could fill its log with unsafe states.
+"""
 
 _warnings = itertools.count(1)
 
 
 def replace_unsafe_state(state: PruningState, budget: int) -> PruningState:
-    """The state to serve at a budget: itself, or its base policy where the check fails.
+    """The state to serve at a budget: ``state``, or its base policy if the safety check fails.
 
-    A failing state is replaced where it lists ``fallback_to_selection``, with a warning in the
-    log; otherwise :class:`StateError` is raised.
+    A failing state that lists ``fallback_to_selection`` is replaced, with a warning in the log; for
+    any other, :class:`StateError` is raised.
     """
     probed = state
     selector = state.constraints.selector
     if (selector.insists_on or 0) > budget:
-        # Of a request, checked at fewer tokens than it would keep unchanged: these then follow from
-        # q_e, as without r_min, since the check takes seconds at hundreds of tokens.
+        # A request's state is checked at a smaller K, because the check takes seconds at hundreds
+        # of tokens. If its r_min exceeds that K, r_min follows from q_e there, as for a state
+        # without r_min.
         selector = selector.model_copy(update={"r_min": None})
         constraints = state.constraints.model_copy(update={"selector": selector})
         probed = state.model_copy(update={"constraints": constraints})

@@ -1,6 +1,7 @@
 """K of each image and video of a request, within what the server lets requests set.
 
-What is not allowed raises :class:`BudgetError` or :class:`RequestError`: vLLM answers by 400.
+A budget or field that is not allowed raises :class:`BudgetError` or :class:`RequestError`, which
+vLLM answers by 400.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from vllm_autoprune.tpdsl.cost import FLAG
 from vllm_autoprune.tpdsl.state import PruningState
 
 _MAX_COMPARED = 1 << 14
-"""Tokens of a video which a state may compare with each other, in a gigabyte of float32. What ranks
-tokens by a score alone, as the policies for videos do, compares those of neighbouring frames."""
+"""Number of tokens of a video that a state may compare with each other, whose cosines take a
+gigabyte of float32. Policies that rank tokens by a score alone, as those for videos do, compare
+only tokens of neighbouring frames."""
 
 _PRUNING = ("budget", "video_budget", "state", "keep", "cells", "positions")
 """Fields of a request that say how it is pruned."""
@@ -38,19 +40,19 @@ _SETTINGS = (
     "recall",
     "state",
 )
-"""Fields that need a permission."""
+"""Fields of a request that need a permission."""
 
 _Requested = tuple[int | BudgetCall | None, str]
-"""Budget of an item, None where the request says none, and the field whose range it is in."""
+"""Budget of an item, None if the request sets none, and the request field whose range applies."""
 
 
 def check_fields(served: ServedState, request: PruningRequest) -> PruningState | None:
-    """Refuse the fields that the server does not let requests set; the state that is asked for."""
+    """Refuse the fields that requests may not set; returns the state that the request names."""
     rules = served.rules
     defaults = vars(PruningRequest())
     fields = [name for name in _SETTINGS if vars(request)[name] != defaults[name]]
     if request.recall == 0:
-        fields.remove("recall")  # nothing is recalled, as without it
+        fields.remove("recall")  # recall: 0 recalls nothing, as without the field
     for field in fields:
         level: Level = "budget"
         if field == "state":
@@ -79,7 +81,7 @@ def check_fields(served: ServedState, request: PruningRequest) -> PruningState |
 class RequestBudgets:
     """Resolves K of each image and video of one request.
 
-    The plans that it makes are of whole items, without key and instruction.
+    The plans that it makes are of whole items, still without key and instruction.
     """
 
     served: ServedState
@@ -89,14 +91,14 @@ class RequestBudgets:
 
     @property
     def chosen_state(self) -> PruningState:
-        """The state that chooses the tokens."""
+        """The state that chooses the tokens: the request's, or else the server's."""
         return self.served.state if self.state is None else self.state
 
     @property
     def prunes_videos(self) -> bool:
-        """Whether videos have plans; else they are what they are in stock vLLM.
+        """Whether videos are pruned; if not, they stay as in stock vLLM.
 
-        Raises :class:`RequestError` for a budget of videos that have none.
+        Raises :class:`RequestError` for a video budget if videos are not pruned.
         """
         state = self.chosen_state
         prunes = self.served.capabilities.prunes_videos and state.frames is not None
@@ -114,15 +116,15 @@ class RequestBudgets:
     def plan_images(
         self, counts: Sequence[TokenCount], limit: int | None
     ) -> list[ItemPlan]:
-        """Plan of each image, all of which keep at most ``limit`` tokens.
+        """Plans of the images, which together keep at most ``limit`` tokens.
 
-        K is that of an image's N tokens, or all M that are encoded where these are fewer.
+        K is resolved from an image's N tokens, and lowered to the M encoded tokens if M is less.
         """
         request = self.request
         if not request.enabled:
             check_unpruned(self.served.rules, [c.tokens for c in counts], limit)
             return [self._make_plan(count, count.tokens) for count in counts]
-        # Refused also where every token is kept.
+        # Unsupported positions are refused even where every token is kept.
         self.served.positions_of(self.chosen_state, request.positions)
         field = "" if request.budget is None else "budget"
         return self._plan(counts, self._find_image_budgets(counts), limit, field)
@@ -130,7 +132,7 @@ class RequestBudgets:
     def plan_videos(
         self, counts: Sequence[TokenCount], limit: int | None
     ) -> list[ItemPlan]:
-        """Plan of each video, all of which keep at most ``limit`` tokens."""
+        """Plans of the videos, which together keep at most ``limit`` tokens."""
         request = self.request
         field = "" if request.enabled else "enabled"
         if request.video_budget is not None:
@@ -152,7 +154,7 @@ class RequestBudgets:
         budgets = self.request.split_budget(sizes)
         levels = self.request.details
         if levels is None or len(levels) != len(counts):
-            # No messages, or messages of a form in which the images were not found.
+            # There are no messages, or their form does not show where the images are.
             levels = [None] * len(counts)
         # Start-up has checked the operator's budgets for details against the range of the rules.
         by_level = self.served.rules.detail.as_dict()
@@ -174,9 +176,9 @@ class RequestBudgets:
         limit: int | None,
         field: str,
     ) -> list[ItemPlan]:
-        """Plans by what is requested; less of each where ``limit`` says so.
+        """Plans by the requested budgets, lowered where ``limit`` requires it.
 
-        ``field`` is that of the request which says K of all, empty where none does.
+        ``field`` is the request field that sets all budgets, or empty if none does.
         """
         plans = []
         for count, (budget, by_field) in zip(counts, budgets, strict=True):
@@ -195,7 +197,7 @@ class RequestBudgets:
         ]
 
     def _resolve(self, count: TokenCount, budget: int | BudgetCall | None) -> int:
-        """K of an image or video by a budget, or by the server's or the state's own."""
+        """K of an image or video by ``budget``, or by the server's or the state's own if None."""
         if not self.request.enabled:
             return count.tokens
         served = self.served
@@ -222,7 +224,7 @@ class RequestBudgets:
         return resolved
 
     def _check_range(self, count: TokenCount, budget: int, field: str) -> None:
-        """Refuse K of an image or frame, as a field of the request says it, out of the range."""
+        """Refuse K of an image or frame that is out of range, as set by the request's ``field``."""
         rules = self.served.rules
         minimum = rules.minimum if self.request.enabled else 1
         if minimum <= -(-budget // max(1, count.frames)) <= rules.maximum:
@@ -239,7 +241,7 @@ class RequestBudgets:
         raise RequestError.of(where, what, fix, kind=Refusal.OUT_OF_RANGE)
 
     def _make_plan(self, count: TokenCount, budget: int) -> ItemPlan:
-        """Plan of an item that keeps K of its tokens, or all where these are fewer."""
+        """Plan of an item that keeps K of its tokens, or all if it has no more than K."""
         tokens = count.encoded
         keep = self.request.keep
         plan = ItemPlan(tokens, NO_KEY, keep=keep, tokens=tokens, frames=count.frames)
@@ -253,9 +255,9 @@ class RequestBudgets:
 def check_unpruned(
     rules: RequestRules, sizes: Sequence[int], limit: int | None
 ) -> None:
-    """Refuse images of N tokens that a request keeps whole, where one or all of them are too many.
+    """Refuse unpruned images of ``sizes`` tokens if one of them, or their sum, is too large.
 
-    MIN, the least number of tokens to which an image may be cut, says nothing about them.
+    The minimum of the rules does not apply, because it bounds how far an image may be cut.
     """
     if (largest := max(sizes, default=0)) > rules.maximum:
         what = f"false keeps all {largest} tokens of an image, and requests may keep "
@@ -269,7 +271,7 @@ def check_unpruned(
 def share_tokens(
     limit: int | None, budgets: Sequence[int], field: str = ""
 ) -> Sequence[int] | None:
-    """K of each item of a request that would keep more than the limit; None where it does not.
+    """Reduced K of each item of a request that would keep more than ``limit``, else None.
 
     Raises :class:`RequestError` where the field of a request asked for so many, or where the items
     are more than the limit.

@@ -1,7 +1,7 @@
-"""Cells of an image that are dropped before the vision tower: found when it is planned.
+"""Cells of an image that are dropped before the vision tower, found when the image is planned.
 
-An image is processed as soon as its number of tokens M has to be known, and its tensors are kept
-for the time of its request: vLLM asks for them a moment later.
+An image is processed as soon as its number of tokens M has to be known. Its tensors are kept until
+the request ends, because vLLM asks for them a moment later.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _UNCOMPARED = Counter(
 )
 
 Process = Callable[[object, Mapping[str, object]], BatchFeature]
-"""Processes one picture by itself, as vLLM does, with a request's arguments."""
+"""Processes one picture by itself, as vLLM does, with the processor arguments of a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedImage:
-    """What the tower makes of an image: the identity of its pixels, and its number of tokens.
+    """What the tower encodes of an image: the identity of its pixels, and its number of tokens.
 
     ``tokens`` is None for an image that is encoded whole, whose identity is that of the picture.
     """
@@ -53,7 +53,10 @@ class EncodedImage:
 
 @dataclass
 class Trimming:
-    """Dropped cells of one request's images. Pictures are kept, so that none gets another's id."""
+    """Dropped cells of one request's images.
+
+    Pictures are kept alive, so that ``id()`` of one cannot be reused for another.
+    """
 
     rule: Cells
     _tensors: dict[int, tuple[object, BatchFeature]] = field(default_factory=dict)
@@ -61,7 +64,7 @@ class Trimming:
     def process(
         self, picture: object, arguments: Mapping[str, object], process: Process
     ) -> BatchFeature:
-        """The tensors of a picture without the cells that are dropped, made once."""
+        """The tensors of a picture without its dropped cells, computed once."""
         _, tensors = self._tensors.get(id(picture), (None, None))
         if tensors is None:
             tensors = _drop_cells(process(picture, arguments), self.rule)
@@ -69,10 +72,10 @@ class Trimming:
         return tensors
 
     def find_encoded(self, digest: str, tensors: BatchFeature) -> EncodedImage:
-        """What is encoded of the picture of a digest, by its tensors.
+        """What is encoded of the picture with this digest, by its tensors.
 
-        Which cells there are is part of its identity, and so is all on which that depends, such as
-        libraries that resize: nothing is shared with a process that would keep others.
+        The identity contains which cells are kept, and so depends on everything that decides that,
+        such as libraries that resize. Nothing is shared with a process that would keep other cells.
         """
         if CELLS_FIELD not in tensors:
             return EncodedImage(digest)
@@ -83,10 +86,10 @@ class Trimming:
 
 
 def find_trimming(budgets: RequestBudgets) -> Trimming | None:
-    """What drops cells of a request's images; None where nothing does.
+    """The trimming of a request's images, or None if no cells are dropped.
 
-    The resize control has none: it is what a client would do instead. Raises
-    :class:`RequestError` for a model whose images are encoded whole.
+    The resize control drops no cells, because it stands for what a client would do instead. Raises
+    :class:`RequestError` for a model that encodes images whole.
     """
     request = budgets.request
     served = budgets.served
@@ -105,9 +108,9 @@ def find_trimming(budgets: RequestBudgets) -> Trimming | None:
 
 
 class EncodedImages:
-    """What is encoded of the images seen last, by content and rule.
+    """What was encoded of recently seen images, by content and rule.
 
-    Safe for several threads: renderers may share one processor.
+    Safe for several threads, because renderers may share one processor.
     """
 
     def __init__(self, process: Process, size: int) -> None:
@@ -122,14 +125,15 @@ class EncodedImages:
         picture: object,
         arguments: Mapping[str, object],
     ) -> EncodedImage:
-        """What is encoded of a picture, which is processed for that unless it was seen before."""
+        """What is encoded of a picture, which is processed for that unless it is remembered."""
         key = digest, trimming.rule
         with self._lock:
             encoded = self._images.get(key)
         if encoded is not None:
             return encoded
         if picture is None:
-            # Its cells are forgotten, so its tensors cannot be looked up.
+            # The picture itself is not sent and its cells are forgotten, so its tensors cannot be
+            # found.
             return EncodedImage(f"unknown {digest}")
         tensors = trimming.process(picture, arguments, self._process)
         encoded = trimming.find_encoded(digest, tensors)
@@ -144,7 +148,7 @@ TRIMMING: ContextVar[Trimming | None] = ContextVar("autoprune_trimming", default
 
 @contextmanager
 def trim_images(trimming: Trimming | None) -> Iterator[None]:
-    """Let what vLLM processes within be trimmed: its steps hand on no argument of ours."""
+    """Trim the images that vLLM processes within; vLLM's steps pass on no argument of ours."""
     token = TRIMMING.set(trimming)
     try:
         yield
@@ -153,7 +157,7 @@ def trim_images(trimming: Trimming | None) -> Iterator[None]:
 
 
 def _drop_cells(data: BatchFeature, rule: Cells) -> BatchFeature:
-    """The tensors of one image, pixel rows of kept cells only and their anchors ``(1, N)``."""
+    """The tensors of one image with pixel rows of kept cells only, and its anchors ``(1, N)``."""
     pixels = data[_PIXELS]
     ((frames, height, width),) = data[_GRIDS].tolist()
     if pixels.dtype != torch.uint8 or frames != 1 or pixels.shape[1] % _CHANNELS:
@@ -171,7 +175,7 @@ def _drop_cells(data: BatchFeature, rule: Cells) -> BatchFeature:
 
 
 def join_images(images: Sequence[BatchFeature]) -> list[BatchFeature]:
-    """The tensors of several images with fields of the same names: whole ones have no anchors."""
+    """The tensors of several images with the same fields; images that are whole have no anchors."""
     if not any(CELLS_FIELD in data for data in images):
         return list(images)
     none = torch.zeros(1, 0, dtype=torch.int32)
@@ -181,7 +185,7 @@ def join_images(images: Sequence[BatchFeature]) -> list[BatchFeature]:
 def trimmed_fields(
     fields: Mapping[str, MultiModalFieldConfig], data: BatchFeature
 ) -> Mapping[str, MultiModalFieldConfig]:
-    """vLLM's fields of processed images, where rows of pixels are those of kept cells."""
+    """vLLM's fields of processed images, with the number of pixel rows adapted to kept cells."""
     if CELLS_FIELD not in data:
         return fields
     rows = [

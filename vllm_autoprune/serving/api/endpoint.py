@@ -23,8 +23,8 @@ PATH = "/v1/autoprune"
 class AutopruneEndpoint:
     """``EndpointPlugin`` of vLLM that answers with a fixed description; never calls the engine.
 
-    vLLM loads endpoint plugins only where ``VLLM_PLUGINS`` names them, and below ``/v1`` its API
-    key guards the route.
+    vLLM loads endpoint plugins only if ``VLLM_PLUGINS`` names them. The route is below ``/v1``, so
+    vLLM's API key guards it.
     """
 
     name = NAME
@@ -40,7 +40,7 @@ class AutopruneEndpoint:
         self._description: dict[str, JsonValue] = {"state": None}
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the route."""
+        """Add the route ``GET /v1/autoprune``."""
 
         async def answer() -> dict[str, JsonValue]:
             return self._description
@@ -50,7 +50,7 @@ class AutopruneEndpoint:
     async def init_state(
         self, engine_client: EngineClient | None, state: State, args: Namespace
     ) -> None:
-        """Describe the served state, once: it does not change while the server runs."""
+        """Describe the served state once, because it does not change while the server runs."""
         served = (
             None if engine_client is None else served_state(engine_client.model_config)
         )

@@ -1,6 +1,7 @@
-"""Requests that the engine is handed: checked last, counted once, completed with their tensors.
+"""Requests handed to the engine: checked a last time, counted once, completed with their tensors.
 
-A prompt that is only rendered, or refused after rendering, is not handed over and so not counted.
+A prompt that is only rendered, or is refused after rendering, is not handed over and so not
+counted.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
 
     from vllm_autoprune.serving.api.placeholders import TokenCount
 
-# What is counted of requests. Refused ones are counted in ``refusal``, and what workers do in
-# ``worker.metrics``. Names do not begin with "vllm:", because vLLM drops every collector that does
-# when it sets up its own (``unregister_vllm_metrics``).
+# Counters of requests. Refused requests are counted in ``refusal``, and the work of workers in
+# ``worker.metrics``. Names do not begin with "vllm:", because vLLM drops every collector with that
+# prefix when it sets up its own (``unregister_vllm_metrics``).
 
 _REQUESTS = Counter(
     "autoprune_requests",
@@ -69,7 +70,7 @@ _RECALLED_TOKENS = Counter(
 
 @cache
 def make_kv_bytes_counter() -> Counter:
-    """Counter of bytes, published only where it is known how many a token takes."""
+    """Counter of bytes, published only if the number of bytes per token is known."""
     return Counter(
         "autoprune_kv_bytes_saved",
         "Bytes of KV cache that visual tokens would have taken and did not, where nothing is "
@@ -79,15 +80,15 @@ def make_kv_bytes_counter() -> Counter:
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
-    """What is counted of one request once the engine has it."""
+    """What is counted of one request when the engine gets it."""
 
     state: str
-    """Label of the state that it ran."""
+    """Metric label of the state that the request ran."""
 
     chooser: Chooser
 
     kv_bytes: int | None
-    """Bytes of one token in the KV cache; None where they are not known."""
+    """Bytes of one token in the KV cache; None if unknown."""
 
     images: Sequence[TokenCount] = ()
 
@@ -95,7 +96,7 @@ class RequestCounts:
     """Plans of all items of the images."""
 
     def add(self, videos: Sequence[ItemPlan]) -> None:
-        """Count the request, whose pruned videos have these plans."""
+        """Count the request; ``videos`` are the plans of its pruned videos."""
         tokens = sum(count.tokens for count in self.images)
         kept_tokens = sum(plan.budget for plan in self.plans)
         video_tokens = sum(plan.tokens for plan in videos)
@@ -120,10 +121,10 @@ class RequestCounts:
 class RenderedHashes(dict[str, list[str]]):
     """Cache identities of a rendered request, with what its hand-over to the engine needs.
 
-    vLLM passes this object on as it is. No client can send one, so its type also shows that the
-    plans of the request were made by this server. ``keys`` are those of the processed tensors in
-    vLLM's processor cache, by identity; ``surplus`` are the positions that the prompt takes beyond
-    its tokens.
+    vLLM passes this object on unchanged. No client can send one, so its type also shows that this
+    server made the plans of the request. ``keys`` maps identities to the keys of the processed
+    tensors in vLLM's processor cache. ``surplus`` is the number of positions that the prompt takes
+    beyond its tokens.
     """
 
     def __init__(
@@ -143,15 +144,15 @@ class RenderedHashes(dict[str, list[str]]):
         self._handed_over = False
 
     def await_hand_over(self, features: Sequence[MultiModalFeatureSpec]) -> None:
-        """Expect the request's features, and keep them so that no other list gets their id."""
+        """Expect the request's features, and hold the list so that no other list gets its id."""
         self._features = features
         self._handed_over = False
         _waiting[id(features)] = self
 
     def hand_over(self, features: Sequence[MultiModalFeatureSpec]) -> None:
-        """Complete the request's features, and count it once.
+        """Complete the request's features with their tensors, and count the request once.
 
-        Samples (n > 1) hand over the same features, beam search new ones for every token.
+        Samples (n > 1) hand over the same features, and beam search new ones for every token.
         """
         count = self._count
         self._count = None
@@ -165,10 +166,10 @@ class RenderedHashes(dict[str, list[str]]):
 
 
 _waiting: WeakValueDictionary[int, RenderedHashes] = WeakValueDictionary()
-"""Requests from the first hook on, by their list of features, which samples of one request share.
+"""Requests between the first hook and their end, by the id of their list of features, which samples
+of one request share.
 
-A request that is refused or has ended takes its entry with it.
-"""
+An entry disappears with its request, whether that is refused or ends."""
 
 
 @depends_on("vllm.renderers.base:BaseRenderer", "get_mm_processor")
@@ -188,7 +189,7 @@ def watch_requests() -> None:
         *args: object,
         **named: object,
     ) -> EngineCoreRequest:
-        """The last step that may refuse a request by 400."""
+        """Wrap the last step that may refuse a request by 400."""
         request = stock(self, request_id, prompt, *args, **named)
         served = served_state(self.model_config)
         if served is None:
@@ -206,7 +207,7 @@ def watch_requests() -> None:
             return request
         with refusing_requests():
             if not served.rules.explicit:
-                # Without the flag a plan sets nothing: it does not pass vLLM's own check of
+                # Without the flag a plan may set nothing: it does not pass vLLM's own check of
                 # ``mm_processor_kwargs``, which protects such a server.
                 served = replace(served, rules=replace(served.rules, level="none"))
             rules = PlanRules(served, self.model_config.get_vocab_size())
@@ -227,7 +228,7 @@ def watch_requests() -> None:
         *args: object,
         **named: object,
     ) -> None:
-        """A request that gets here goes to the engine next."""
+        """Wrap the step after which a request goes to the engine."""
         stock(self, request, *args, **named)
         hashes = _waiting.get(id(request.mm_features))
         if hashes is not None:

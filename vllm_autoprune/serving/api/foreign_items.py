@@ -1,4 +1,4 @@
-"""Items that another process has rendered: their plans and tensors are checked.
+"""Checks of the plans and tensors of items that another process has rendered.
 
 vLLM's ``/inference/v1/generate`` takes processed inputs from its client, who may send anything.
 """
@@ -40,8 +40,8 @@ def check_features(
 ) -> None:
     """Raise for plans that are not allowed, and recompute the feature key of the others.
 
-    Under the key of another image, this image's features would be cached for everybody who sends
-    the other.
+    Otherwise a client could send an image under the key of another image, and its features would be
+    served to everybody who sends that other image.
     """
     from vllm.multimodal.hasher import MultiModalHasher
 
@@ -57,7 +57,7 @@ def check_features(
         total += 0 if plan.part == "recall" else plan.budget
         fields = {name: part for name, part in data.get_data().items() if name != FIELD}
         _check_kind(FIELD, field)
-        if fields.keys() != _SHARED_MEMORY:  # whose signature vLLM has checked
+        if fields.keys() != _SHARED_MEMORY:  # vLLM has checked their signature
             for name in fields:
                 _check_kind(name, data[name])
             if CELLS_FIELD in fields and rules.served.capabilities.whole_only:
@@ -68,7 +68,7 @@ def check_features(
         seed, key = make_feature_key(
             MultiModalHasher.hash_kwargs(multimodal.mm_hasher_algorithm, **fields), salt
         )
-        # A random keep is drawn from the picture, which is not here.
+        # A random keep is drawn from the picture, which is not available here.
         seed = plan.key[0] if plan.keep == "random" else seed
         field.data = replace(plan, key=(seed, key)).encode()
     limit = rules.served.rules.total
@@ -77,14 +77,14 @@ def check_features(
 
 
 _SHARED_MEMORY = {"address", "monotonic_id", "signature"}
-"""What an item has in the place of tensors that this server holds in shared memory."""
+"""Fields of an item whose tensors this server holds in shared memory."""
 
 
 def _check_kind(name: str, element: MultiModalFieldElem) -> None:
-    """Raise unless vLLM batches a field of an item as a processor of this server has it do.
+    """Raise unless a field of an item is batched as by this server's own processor.
 
-    By rows of pixels, or one for each item; what says their number stays on the CPU, where workers
-    and M-RoPE read it.
+    Fields are batched by rows of pixels or by item. Fields with the numbers of rows stay on the
+    CPU, where workers and M-RoPE read them.
     """
     from vllm.multimodal.inputs import (
         MultiModalBatchedField,
@@ -112,14 +112,14 @@ def _check_kind(name: str, element: MultiModalFieldElem) -> None:
 def _count_unplanned(
     rules: PlanRules, feature: MultiModalFeatureSpec, takes_embeddings: bool
 ) -> int:
-    """Tokens that count of an item without a plan: all of embeddings, none of other inputs.
+    """Tokens to count for an item without a plan: all of embeddings, none of other inputs.
 
     Raises :class:`RequestError` for an image that was processed without the plugin.
     """
     served = rules.served
     data = feature.data or {}
     if feature.modality == "video":
-        # A request that may choose may also choose a state that leaves videos whole.
+        # A request that may choose a state may choose one that leaves videos whole.
         is_pruned = (
             served.capabilities.prunes_videos and served.state.frames is not None
         )
@@ -130,7 +130,7 @@ def _count_unplanned(
     is_embeddings = "image_embeds" in data and data["image_embeds"].data is not None
     may_keep_all = takes_embeddings and rules.served.rules.allows("budget")
     if not is_embeddings or "pixel_values" in data or not may_keep_all:
-        # Whoever sends the name of an image alone asks for all of its tokens, too.
+        # An image that is sent by its name alone would keep all of its tokens, too.
         raise plan_error("is missing: the image was processed without the plugin")
     tokens = feature.mm_position.get_num_embeds()
     check_unpruned(rules.served.rules, [tokens], None)
@@ -141,10 +141,10 @@ def count_surplus(
     measure: Callable[[ItemFields, int], ItemSize],
     features: Sequence[MultiModalFeatureSpec],
 ) -> int:
-    """Positions that a prompt rendered elsewhere takes beyond its number of tokens.
+    """Number of positions that a prompt rendered elsewhere takes beyond its tokens.
 
-    By the tensors of its items, of which ``measure`` gives the size; which of them are packed their
-    plans say. Raises :class:`RequestError` for a part of an image that is not before it.
+    ``measure`` gives the size of an item by its tensors; the plans say which items are packed.
+    Raises :class:`RequestError` for a part of an image whose first part is missing before it.
     """
     counter = PositionCounter()
     latest = dict[Key, int]()

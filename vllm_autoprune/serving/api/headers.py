@@ -1,8 +1,8 @@
-"""Settings in HTTP headers, for endpoints whose bodies have no place for them.
+"""Settings in HTTP headers, for endpoints whose bodies cannot carry them.
 
-``x-autoprune-budget: 64`` is the entry's ``"budget": 64``, ``x-autoprune-state: visionzip`` its
-``"state": "visionzip"``. The middleware keeps the headers of a request in a context variable: each
-request has a task of its own, and what a task sets no other one sees.
+``x-autoprune-budget: 64`` means the entry's ``"budget": 64``, and ``x-autoprune-state: visionzip``
+its ``"state": "visionzip"``. The middleware keeps the headers of a request in a context variable:
+each request runs in its own task, whose variables no other task sees.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ HEADERS = {
     f"{_PREFIX}-state": "the name of a shipped state",
     f"{_PREFIX}-video-budget": 'a budget, such as "tokens_per_frame:16" or "1/8"',
 }
-"""The headers, each named like its field of the entry, and what they hold."""
+"""The headers, each named like its field of the entry, and their values in words."""
 
 _NAMES = frozenset({"cells", "positions", "state"})
-"""Fields whose header holds a name; those of others hold JSON, or a budget as text."""
+"""Fields whose header holds a name; the headers of other fields hold JSON, or a budget as text."""
 
 Headers = Sequence[tuple[str, str]]
-"""Headers that are ours, or nearly named so, as sent."""
+"""Headers with the plugin's names, or similar names, as sent."""
 
 _headers: ContextVar[Headers] = ContextVar("autoprune_headers", default=())
-"""Headers of this task's request; none where it did not come over HTTP."""
+"""Headers of the request that this task handles; empty if it did not come over HTTP."""
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def current_headers() -> Headers:
 
 
 class KeepHeaders:
-    """ASGI middleware that keeps our headers of a request; vLLM adds it by ``--middleware``."""
+    """ASGI middleware that keeps the plugin's headers of a request; ``--middleware`` adds it."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
@@ -75,17 +75,17 @@ class KeepHeaders:
 
 
 def join_headers(entry: object, headers: Headers) -> object:
-    """The entry of a request with the fields that its headers set.
+    """The entry of a request, completed with the fields that its headers set.
 
-    Raises RequestError where a header is unknown, malformed or sent twice, or where the entry has
-    its field with another value.
+    Raises RequestError if a header is unknown, malformed or sent twice, or if the entry already has
+    that field with another value.
     """
     fields: dict[str, object] = {}
     for header, text in headers:
         where = f"header {shorten(header)}"
         if header not in HEADERS:
-            # Also with underscores: a proxy that removes the headers of its clients has to know
-            # their names.
+            # Names with underscores are refused too: a proxy that strips headers of its clients
+            # must know all names that have an effect.
             raise RequestError.of(
                 where, "is not a known header", f"send {' or '.join(HEADERS)}"
             )
@@ -94,7 +94,7 @@ def join_headers(entry: object, headers: Headers) -> object:
             raise RequestError.of(where, "is sent more than once", "send it once")
         value: object = text
         if name not in _NAMES:
-            with suppress(ValueError, RecursionError):  # a share is no JSON
+            with suppress(ValueError, RecursionError):  # a share such as 1/8 is no JSON
                 value = json.loads(text)
         try:
             parsed = PruningRequest.parse({name: value})

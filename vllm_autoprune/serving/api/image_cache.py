@@ -1,8 +1,8 @@
 """Processed images in vLLM's caches: sent to the engine once, their plans with every request.
 
-A prompt that is only rendered (``/tokenize``, ``/v1/messages/count_tokens``), or refused after
-rendering (too long for the model, too large for the encoder cache), is not handed over and so is
-not taken for one whose images the engine has.
+A request whose prompt is only rendered (``/tokenize``, ``/v1/messages/count_tokens``), or is
+refused after rendering (too long for the model, too large for the encoder cache), is not handed
+over. So it is not mistaken for one whose images the engine has.
 """
 
 from __future__ import annotations
@@ -31,21 +31,20 @@ if TYPE_CHECKING:
     from vllm.multimodal.processing.processor import ResolvedPromptUpdate
     from vllm.utils.cache import CacheInfo
 
-# vLLM's record of the images that the engine has, changed by requests that reach the engine only.
-#
+# vLLM's record of the images that the engine has, changed only by requests that reach the engine.
 # ``LruKeyReplicatedSenderCache`` of the API server mirrors the engine's cache of processed images,
 # whose tensors are not sent again. So both have to see the same requests in the same order. vLLM
-# changes it while a request is rendered; after a request that is then refused, only rendered or
+# changes it while a request is rendered. If that request is then refused, only rendered or
 # overtaken, the two differ, and a later request fails with status 500
-# (``MultiModalCacheMissError``). Here rendering reads the cache, and the hand-over to the engine
-# changes it.
+# (``MultiModalCacheMissError``). Here rendering only reads the cache, and the hand-over to the
+# engine changes it.
 
 _Tensors = Mapping[str, "MultiModalFieldElem"]
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class RenderedItem:
-    """Processed tensors of one image, without its plan, and the prompt text of all its tokens."""
+    """Processed tensors of one image, without its plan, and its unpruned prompt text."""
 
     tensors: MultiModalKwargsItem
     updates: Sequence[ResolvedPromptUpdate]
@@ -60,7 +59,7 @@ def _key(feature: MultiModalFeatureSpec) -> str:
 
 
 def _set_plan_apart(feature: MultiModalFeatureSpec) -> tuple[_Tensors, _Tensors]:
-    """The tensors of an item, and its plan."""
+    """Separate the tensors of an item from its plan."""
     data = feature.data or {}
     tensors = {name: element for name, element in data.items() if name != FIELD}
     return tensors, {FIELD: data[FIELD]} if FIELD in data else {}
@@ -72,10 +71,10 @@ def _set_plan_apart(feature: MultiModalFeatureSpec) -> tuple[_Tensors, _Tensors]
     "touch_sender_cache_item",
 )
 class Rendering(BaseMultiModalProcessorCache):
-    """The sender cache as one rendering sees it: vLLM's own, and ``waiting``; neither is changed.
+    """The sender cache as one rendering reads it: vLLM's own, plus ``waiting``.
 
-    :meth:`hand_over` is called in the order in which the engine gets the requests, in one thread;
-    renderings may run in others.
+    Reading changes neither of them. :meth:`hand_over` is called in the order in which the engine
+    gets the requests, in one thread; renderings may run in others.
     """
 
     def __init__(self, sender: LruKeyReplicatedSenderCache, waiting: Waiting) -> None:
@@ -84,12 +83,13 @@ class Rendering(BaseMultiModalProcessorCache):
         self._updates: dict[str, Sequence[ResolvedPromptUpdate]] = {}
         self._items: dict[str, RenderedItem] = {}
         self.process_again: Callable[[], Mapping[str, RenderedItem]] | None = None
-        """Processes the images of the request without a cache; until it is handed over."""
+        """Processes the images of the request without a cache; set until the request is handed
+        over."""
 
     def is_cached_item(self, mm_hash: str) -> bool:
-        """Whether the engine has the image, or a request that waits brings it."""
+        """Whether the engine has the image, or a waiting request will bring it."""
         try:
-            # Not the method of the LRU cache, which would make it the most recently used.
+            # Not the method of the LRU cache, which would mark the image as recently used.
             cached = cast(
                 "MultiModalProcessorCacheItemMetadata",
                 Cache.__getitem__(self._sender._cache, mm_hash),
@@ -106,7 +106,7 @@ class Rendering(BaseMultiModalProcessorCache):
     def get_and_update_item(
         self, mm_item: MultiModalProcessorCacheInItem, mm_hash: str
     ) -> MultiModalProcessorCacheOutItem:
-        """Tensors of an image and its prompt text; no tensors where the engine has them."""
+        """Tensors of an image and its prompt text; the tensors are None if the engine has them."""
         if mm_item is not None:
             self._items[mm_hash] = self._waiting[mm_hash] = RenderedItem(*mm_item)
         elif mm_hash in self._updates:
@@ -115,14 +115,14 @@ class Rendering(BaseMultiModalProcessorCache):
         return item.tensors, item.updates
 
     def touch_sender_cache_item(self, mm_hash: str) -> None:
-        """Nothing: the hand-over makes images recently used."""
+        """Does nothing: the hand-over marks images as recently used."""
 
     def clear_cache(self) -> None:
-        """As the cache."""
+        """Clear the sender cache."""
         self._sender.clear_cache()
 
     def make_stats(self, *, delta: bool = False) -> CacheInfo:
-        """As the cache."""
+        """Statistics of the sender cache."""
         return self._sender.make_stats(delta=delta)
 
     def hand_over(
@@ -130,9 +130,9 @@ class Rendering(BaseMultiModalProcessorCache):
     ) -> None:
         """Give a request the tensors that the engine lacks, and no others.
 
-        Does to the sender cache what the engine will do to its own. Of several items of one image
-        the first brings the tensors (:func:`cache_without_plans`). ``again`` is another sample of
-        the request, whose features are complete.
+        Repeats on the sender cache what the engine will do to its own cache. Of several items of
+        one image the first brings the tensors (:func:`cache_without_plans`). With ``again`` this is
+        another sample of the request, whose features are complete already.
         """
         unsent = dict.fromkeys(map(_key, features))
         for key in unsent:
@@ -147,17 +147,19 @@ class Rendering(BaseMultiModalProcessorCache):
                 del unsent[key]
                 cached = self._sender.is_cached_item(key)
                 if not cached and key not in self._items and added:
-                    # An input that vLLM added after rendering, which its engine caches like all.
+                    # An input that vLLM added after rendering, which its engine caches like all
+                    # others.
                     self._items[key] = RenderedItem(MultiModalKwargsItem(added), ())
                 if (
                     not cached
                     and key not in self._items
                     and self.process_again is not None
                 ):
-                    # The engine had the image, and dropped it while this request waited.
+                    # The engine had the image when it was rendered, and has dropped it since.
                     self._items.update(self.process_again())
                 item = None if cached else self._items.get(key)
-                # Without an item it came by its name alone: vLLM answers that it is not known.
+                # An image sent by a name that is not cached has no item: vLLM answers that it is
+                # unknown.
                 if cached or item is not None:
                     self._sender.get_and_update_item(
                         item and (item.tensors, item.updates), key
@@ -169,21 +171,21 @@ class Rendering(BaseMultiModalProcessorCache):
         self.process_again = None
 
 
-# The engine's cache of processed images holds an image once, whatever is asked about it.
-#
-# An item of a request is the tensors of an image and a plan. Tensors are cached by the content of
-# the image; the plan, a few hundred bytes, travels with every request. So neither another question
-# nor another K nor the parts and recalls of an image send or keep its tensors twice.
+# The engine's cache holds the tensors of an image once, whatever is asked about it.
+# An item of a request consists of the tensors of an image and a plan. Tensors are cached by the
+# content of the image; the plan, a few hundred bytes, travels with every request. So the tensors
+# are not sent or kept again for another question, for another K, or for the parts and recalls of an
+# image.
 
 
 @depends_on(
     "vllm.multimodal.cache.base:BaseMultiModalReceiverCache", "get_and_update_features"
 )
 def cache_without_plans() -> None:
-    """Let vLLM's receiver caches hold tensors alone, and set the plans aside.
+    """Have vLLM's receiver caches hold tensors only, and set the plans aside.
 
     Of several items of one image the first has the tensors, or the cache has them. Otherwise stock
-    raises ``MultiModalCacheMissError``, which fails the request alone.
+    vLLM raises ``MultiModalCacheMissError``, which fails only that request.
     """
     from vllm.multimodal.cache.base import BaseMultiModalReceiverCache
 

@@ -52,7 +52,7 @@ class SeparateImages(_Stock):
         mm_data_items: MultiModalDataItems,
         mm_hashes: MultiModalHashes,
     ) -> tuple[Mapping[str, list[bool]], MultiModalDataItems]:
-        """As stock, with the pictures themselves, not copies: trimming knows them."""
+        """As stock, but with the pictures instead of copies, because trimming finds them by id."""
         cached, missing = super()._get_cache_missing_items(
             cache, mm_data_items, mm_hashes
         )
@@ -65,10 +65,10 @@ class SeparateImages(_Stock):
     def _apply_hf_processor_main(
         self, mm_items: MultiModalDataItems, hf_kwargs: Mapping[str, object]
     ) -> BatchFeature:
-        """As stock, of every image by itself.
+        """As stock, but each image is processed by itself.
 
         Hugging Face processors pad a batch to its largest image, so the tensors of an image would
-        depend on those beside it.
+        depend on the images beside it.
         """
         images = mm_items.get("image")
         trimming = TRIMMING.get()
@@ -100,7 +100,7 @@ class SeparateImages(_Stock):
     def _get_mm_fields_config(
         self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
     ) -> Mapping[str, MultiModalFieldConfig]:
-        """As stock, with rows of pixels for kept cells only."""
+        """As stock, with the number of pixel rows adapted to kept cells."""
         fields = super()._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)
         return trimmed_fields(fields, hf_inputs)
 
@@ -108,16 +108,16 @@ class SeparateImages(_Stock):
 def with_images(
     items: Mapping[str, object], images: Sequence[object]
 ) -> MultiModalDataItems:
-    """The items of a request with other images."""
+    """The items of a request with its images replaced by ``images``."""
     return MultiModalDataItems({**items, "image": ImageProcessorItems(images)})
 
 
 def resize_images(
     info: BaseProcessingInfo, inputs: ProcessorInputs, sizes: Sequence[Size | None]
 ) -> ProcessorInputs:
-    """Inputs with the images of these sizes; None leaves an image as it is.
+    """Inputs with the images resized to ``sizes``; None leaves an image as it is.
 
-    Resized with the processor's own interpolation. An image that was sent by its name is None.
+    Uses the processor's own interpolation. An image that was sent by its name is None.
     """
     if not any(sizes):
         return inputs

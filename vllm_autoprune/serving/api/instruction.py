@@ -16,20 +16,20 @@ from vllm_autoprune.tpdsl.tokens import Need
 if TYPE_CHECKING:
     from vllm.multimodal.processing import BaseProcessingInfo
 
-# Parts of OpenAI-style messages, whatever a client sends as one.
+# Parts of OpenAI-style messages. A client may send anything as a message or a part.
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _IMAGE_PARTS = ("image_url", "image", "image_pil", "input_image")
 _VIDEO_PARTS = ("video_url", "video")
 _WORD_PARTS = ("refusal", "thinking", "tool_reference")
-"""Kinds of parts that are words, though no instruction."""
+"""Kinds of parts that contain text but no instruction."""
 
 _BILLING_HEADER = "x-anthropic-billing-header"
-"""Start of a line that is new with every request; vLLM leaves it out of system prompts too."""
+"""Start of a line that is new with every request; vLLM removes it from system prompts too."""
 
 
 def _message_parts(message: object) -> Sequence[Any]:
-    """The parts of a message; a text alone is one."""
+    """The parts of a message; a message that is a plain text is a single part."""
     content = message.get("content") if isinstance(message, Mapping) else None
     if isinstance(content, str):
         return [content]
@@ -37,7 +37,7 @@ def _message_parts(message: object) -> Sequence[Any]:
 
 
 def _part_text(part: object) -> str | None:
-    """The text of a part; None for one of another kind."""
+    """The text of a part; None for a part of another kind."""
     if isinstance(part, str):
         return part
     if isinstance(part, Mapping) and part.get("type", "text") in _TEXT_PARTS:
@@ -61,34 +61,33 @@ def _has_role(message: object, role: str) -> bool:
     return isinstance(message, Mapping) and message.get("role") == role
 
 
-# Instruction and detail of each image, from messages, or from a prompt where there are none.
-#
-# The instruction is the text of the user turn that holds the image; of a turn without text, and of
-# a tool's result, whose text asks nothing, what was said before.
+# Instruction and detail of each image, from messages, or from the prompt if there are none.
+# The instruction is the text of the user turn that holds the image. For a turn without text, and
+# for a tool's result, whose text asks nothing, it is the text before that turn.
 
 _LAST_IDS = 4 * RELEVANCE_IDS
-"""Token ids of a prompt that are decoded, far more than are used of the text."""
+"""Last token ids of a prompt that are decoded: far more than are used of the text."""
 
 _CONTEXT = 2 * LANGUAGE_IDS
-"""Characters read of the task and of the last text, so that no reader's limit cuts one of them off.
+"""Characters to read of the task and of the last text, so that no limit of a reader cuts one off.
 
-A token of prose has about four characters.
-"""
+A token of prose has about four characters."""
 
 _QUESTION = 1024
-"""Characters of a question that are looked for in front of its image: its last ones."""
+"""Last characters of a question that are searched for before its image."""
 
 
 def extract_fields(messages: Sequence[object]) -> dict[str, list[Any]]:
-    """Fields of the pruning entry with a value for each image, in the conversation's order.
+    """Fields of the pruning entry that have one value per image, in the conversation's order.
 
-    ``instructions``: without text of its own an image has the first text of a user, which is the
-    task, and the last text before the image. ``turns``: the index of its message, None where the
-    image has no text of its own. ``details``: None for ``auto``, or none given; the level stands
-    within ``image_url``, or beside it, where the Responses API has it. ``video_instructions``: the
-    same for each video.
-    Later turns never change any of them, so what an image keeps, and its prefix cache, survive a
-    conversation. Other turns and the chat template do not belong to an instruction.
+    ``instructions``: the text of the image's turn. An image without it gets the first text of a
+    user, which is the task, and the last text before the image. ``turns``: the index of the image's
+    message, or None if the image has no text of its own. ``details``: the level, or None for
+    ``auto`` and for images without one. It is read from ``image_url``, or from the part that holds
+    it, as in the Responses API. ``video_instructions``: as ``instructions``, one per video.
+
+    Later turns never change these values, so what an image keeps, and its prefix cache, survive a
+    conversation. Other turns and the chat template are not part of an instruction.
     """
     names = ("instructions", "details", "turns", "video_instructions")
     fields: dict[str, list[Any]] = {name: [] for name in names}
@@ -132,9 +131,9 @@ def extract_prompt_instruction(
 ) -> str:
     """Extract the text after the last image, for a prompt that came without messages.
 
-    ``suffix`` is what the chat template appends for generation; it is cut off where the prompt
-    ends in it. ``image_text`` stands for an image where no token does. Later turns cannot be told
-    apart here, so they belong to the instruction.
+    ``suffix`` is what the chat template appends for generation; it is removed if the prompt ends in
+    it. ``image_text`` marks an image in the prompt of a model without an image token. Later turns
+    cannot be told apart here, so they are part of the instruction.
     """
     last = max((i for i, token in enumerate(ids) if token == image_token), default=-1)
     text = decode(ids[max(last + 1, len(ids) - _LAST_IDS) :])
@@ -148,15 +147,15 @@ def find_question_turns(
     texts: Sequence[str],
     turns: Sequence[int | None] | None,
 ) -> list[int | None]:
-    """Turn of each image, None where its question stands right in front of the image.
+    """Turn of each image, or None if its question stands directly before the image.
 
-    ``texts_before`` is what the prompt holds between an image and the one before it. Without
-    ``turns``, images of one question are of one turn unless the question stands between them. Only
-    what stands in front of an image is looked at, so appended turns change nothing.
+    ``texts_before`` holds the prompt text between each image and the image before it. Without
+    ``turns``, images with the same question belong to one turn unless the question stands between
+    them. Only text before an image is read, so appending turns changes nothing.
     """
     question_turns: list[int | None] = []
     for i, between in enumerate(texts_before):
-        # Templates may join the parts of a message, and trim them, as they like.
+        # Templates may join the parts of a message, and strip them, in any way.
         question = "".join(texts[i][-_QUESTION:].split())
         ahead = "".join(between.split())
         if turns is not None:
@@ -173,10 +172,10 @@ def find_question_turns(
 def mark_recall_turns(
     messages: Sequence[Any], token: str, space: str
 ) -> tuple[list[Any], list[RecallTurn]]:
-    """The messages with an image token in front of every turn that recalls, and these turns.
+    """The messages with an image token before every turn that recalls, and these turns.
 
-    No turn recalls in a conversation whose text has an image token of its own, or that shows
-    something other than images.
+    No turn recalls if the text of the conversation contains an image token, or if the conversation
+    shows anything other than images.
     """
     for part in (part for message in messages for part in _message_parts(message)):
         text = _part_text(part)
@@ -201,7 +200,7 @@ def mark_recall_turns(
         in_message = sum(map(_shows_image, parts))
         if images and question and not in_message and _has_role(message, "user"):
             turns.append(RecallTurn(images=images, text=question))
-            # The mark stands in front of the first text, whatever parts are before it.
+            # The mark stands before the first text, whatever parts come before it.
             content: Any = token + space + texts[0][1]
             if not isinstance(message["content"], str):
                 index, _ = texts[0]
@@ -219,14 +218,13 @@ def mark_recall_turns(
 # Tokenization of the instruction, once for each input that reads it, bounded in length.
 
 MAX_CHARACTERS = 16 * RELEVANCE_IDS
-"""Characters of an instruction that are tokenized: its last ones, from the beginning of a word.
+"""Last characters of an instruction that are tokenized, beginning at the start of a word.
 
-A token of prose has about four characters, so this is more text than is ever read.
-"""
+A token of prose has about four characters, so this is more text than is ever read."""
 
 
 def truncate_text(text: str, characters: int = MAX_CHARACTERS) -> str:
-    """Cut an instruction to its end: a pasted document would take seconds to tokenize."""
+    """Keep only the end of an instruction: a pasted document would take seconds to tokenize."""
     if len(text) <= characters:
         return text
     cut = text[-characters:]
@@ -237,12 +235,12 @@ def truncate_text(text: str, characters: int = MAX_CHARACTERS) -> str:
 
 
 def truncate_tower_ids(ids: Ids) -> Ids:
-    """Ids for a CLIP text tower, at most RELEVANCE_IDS: the start token and the last ones."""
+    """Ids for a CLIP text tower, at most RELEVANCE_IDS: the start token and the last ids."""
     return ids if len(ids) <= RELEVANCE_IDS else (ids[0], *ids[1 - RELEVANCE_IDS :])
 
 
 class InstructionTokenizer:
-    """Tokenizer of instructions, by the served model's vocabulary and the text tower's."""
+    """Tokenizer of instructions, for the served model and for the text tower."""
 
     def __init__(
         self, info: BaseProcessingInfo, tower: TextTower | None, image_token: int
@@ -252,9 +250,9 @@ class InstructionTokenizer:
         self._image_token = image_token
 
     def tokenize(self, text: str, needs: Collection[Need]) -> tuple[Ids, Ids]:
-        """Ids for (relevance, language model); empty where ``needs`` lacks the input.
+        """Ids for (relevance, language model); empty for an input that ``needs`` does not contain.
 
-        The second ones are the whole text for the language model's first layers, else the words
+        The second ids are the whole text for the language model's first layers, or else the words
         that a policy covers, each tokenized alone.
         """
         end = truncate_text(text)
@@ -274,24 +272,24 @@ class InstructionTokenizer:
         from transformers import AutoTokenizer
 
         text_tower = AutoTokenizer.from_pretrained(self._tower.path)
-        # Not cut to one segment: long instructions become several, as CDPruner's code has it.
+        # Not cut to one segment: long instructions become several segments, as in CDPruner's code.
         return lambda text: truncate_tower_ids(
             tuple(text_tower(text, truncation=False, verbose=False)["input_ids"])
         )
 
     def _language(self, text: str) -> Ids:
         ids = self._info.get_tokenizer().encode(text, add_special_tokens=False)
-        # A literal image token has no meaning here, and in some models no embedding.
+        # A literal image token has no meaning in an instruction, and in some models no embedding.
         return tuple(token for token in ids if token != self._image_token)
 
 
-# Words of a question that say what it is about, as MMTok's code chooses them.
+# Words of a question that say what it is about, chosen as in MMTok's code.
 
 _ENDINGS = (
     "Answer the question using a single word or phrase.",
     "Answer with the option's letter from the given choices directly.",
 )
-"""Instructions that benchmarks put behind a question."""
+"""Instructions that benchmarks append to a question."""
 
 _FREQUENT = re.compile(
     "a|an|the|is|are|was|were|be|been|being|have|has|had|do|does|"
@@ -304,7 +302,7 @@ _FREQUENT = re.compile(
 
 
 def split_content_words(text: str) -> list[str]:
-    """The words of a question that are not frequent ones; the whole text where none is left."""
+    """The words of a question without frequent words; the whole text if none remains."""
     bare = text.replace("<image>", "")
     for ending in _ENDINGS:
         bare = bare.replace(ending, "")

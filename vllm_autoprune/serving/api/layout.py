@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One item of the prompt: ``budget`` tokens of an image, all it keeps or a part of them.
+    """One item of the prompt: ``budget`` tokens of an image, all its kept tokens or a part of them.
 
-    ``core`` is K_c of the image: for a whole one what its state asks for, 0 where it cannot be
-    split; for a part what was made of it. ``turn`` of a whole image is equal for images of one user
-    turn, which one question follows, and for no others; of a recall it is the number of its turn.
+    ``core`` is K_c of the image. For a whole image it is the K_c that its state asks for, or 0 if
+    the image cannot be split; for a part it is the actual K_c. ``turn`` of a whole image is the
+    same for the images of one user turn, which one question follows; ``turn`` of a recall is the
+    number of its turn.
     """
 
     image: int
@@ -42,25 +43,22 @@ class Slot:
     turn: int | None = None
 
 
-# Split of a request's images into cores, which questions share, and deltas behind them.
-#
+# Split of a request's images into cores, which questions share, and deltas after them.
 # An image becomes two items of the prompt. vLLM's prefix cache keys a block by the items that
 # overlap it (``kv_cache_utils._gen_mm_extra_hash_keys``), so every block that ends within the cores
 # is shared by all questions about the images::
-#
 #     one item    [text][      K tokens chosen by the question      ][question]
 #     two items   [text][ K_c for every question ][ K - K_c by this one ][question]
-#
-# Cores of several images come first, where the images stand; all deltas follow the last of them.
+# Cores of several images come first, at the images' positions; all deltas follow the last core.
 
 
 def split_slots(
     ids: Sequence[int], image_token: int, slots: Sequence[Slot], block: int
 ) -> tuple[list[int], list[Slot]] | None:
-    """Token ids and items with whole images split, or None where that shares nothing.
+    """Token ids and items with whole images split, or None if splitting would share nothing.
 
-    ``ids`` has one image token an item. The last core of a turn ends on the edge of a KV block of
-    ``block`` tokens, so its K_c may differ from the state's; an image without such an edge inside
+    ``ids`` has one image token per item. The last core of a turn ends at the edge of a KV block of
+    ``block`` tokens, so its K_c may differ from the state's. An image that contains no such edge
     stays whole.
     """
     starts = [i for i, token in enumerate(ids) if token == image_token]
@@ -68,7 +66,7 @@ def split_slots(
         return None
     new_ids: list[int] = []
     new_slots: list[Slot] = []
-    # in the prompt that the model sees; in ids
+    # Positions in the prompt that the model sees, and in ids.
     position = 0
     done = 0
     for _, turn in groupby(
@@ -99,9 +97,9 @@ def split_slots(
 
 
 def align_core(start: int, budget: int, core: int, block: int) -> int:
-    """K_c for which a core that begins at token ``start`` ends on a block's edge, 0 without one.
+    """K_c with which a core that begins at ``start`` ends at a block edge; 0 without an edge.
 
-    The edge nearest to the state's own K_c, inside the image of K tokens.
+    Of the edges inside the image of K tokens, it is the one nearest to the state's own K_c.
     """
     beyond = -(-(start + 1) // block) * block
     edges = range(beyond, start + budget, block)
@@ -111,30 +109,28 @@ def align_core(start: int, budget: int, core: int, block: int) -> int:
 
 
 # Recall: a later user turn without an image gets more tokens of the images before it.
-#
-# They are chosen by the turn's own text among the tokens that are not kept yet, and stand in front
-# of it, so that the prefix of the conversation is as it was::
-#
+# The tokens are chosen by the turn's own text among those that are not kept yet. They stand before
+# that text, so that the prefix of the conversation does not change::
 #     [turn 1: K tokens of the image, question 1] ... [turn 2: K_r more tokens, question 2] ...
-#
-# The chat renderer marks these turns with an image token each, before the chat template is applied;
-# the processor gives every mark its items, one for each image.
+# The chat renderer marks each of these turns with an image token before the chat template is
+# applied. The processor replaces every mark by the turn's items, one for each image.
 
 _MAX_TURNS = 256
-"""Turns of a conversation that may recall, the first ones: more would take seconds to plan."""
+"""Number of turns of a conversation that may recall, from the first on: more take seconds to plan.
+"""
 
 MAX_ITEMS = 64
-"""Items that the turns of a request recall."""
+"""Maximum number of items that the turns of a request recall."""
 
 _DEAREST = 2
-"""What all recalls of a request by a state of its own may cost: as much as so many images with the
-dearest state that it may bring (``--autoprune-request-cost``)."""
+"""Bound of the cost of all recalls by a state of the request's own, as a number of images that are
+selected from with the most expensive state allowed (``--autoprune-request-cost``)."""
 
 
 def limit_recalls(state: PruningState, bound: float) -> int:
     """Number of items that a request may recall by a state of its own.
 
-    ``bound`` is the cost of one selection that requests may have, in milliseconds.
+    ``bound`` is the allowed cost of one selection of a request, in milliseconds.
     """
     return max(_DEAREST, min(MAX_ITEMS, int(_DEAREST * bound / state_cost(state))))
 
@@ -149,9 +145,9 @@ def choose_recalls(
 ) -> list[Slot]:
     """The items of every turn: ``recall`` tokens, split over the images before it.
 
-    An image that is shown several times is recalled after its last place. Nothing is recalled of an
-    image that has ``maximum`` tokens or none left, that ``MAX_RECALLS`` turns have recalled, or
-    that is resized. What a turn recalls does not depend on later ones. There are at most ``limit``
+    An image that is shown several times is recalled after its last occurrence. Nothing is recalled
+    of an image that keeps ``maximum`` tokens, has none left, was recalled by ``MAX_RECALLS`` turns,
+    or is resized. What a turn recalls does not depend on later turns. There are at most ``limit``
     items.
     """
     slots: list[Slot] = []
@@ -187,10 +183,11 @@ def expand_marks(
 ) -> tuple[list[int], list[Slot]]:
     """Token ids with an image token for every item, and the items in their order.
 
-    Raises RequestError where ``ids`` does not have one image token for every image and every turn.
+    Raises RequestError unless ``ids`` has one image token for every image and every turn.
     """
     marks: list[list[Slot]] = []
-    """The items that each image token stands for: a turn's follow the images before it."""
+    """The items that each image token becomes: one for an image, one per image before it for a
+    turn."""
     start = 0
     for number, turn in enumerate(turns):
         marks += [[slot] for slot in images[start : turn.images]]
@@ -212,15 +209,15 @@ def expand_marks(
     return expanded, [slot for items in marks for slot in items]
 
 
-# The prompt of a request, by these parts.
+# The prompt of a request, composed of these parts.
 
 _LOOKBACK = 4096
-"""Token ids before an image in which its question is looked for."""
+"""Number of token ids before an image in which its question is searched for."""
 
 
 @dataclass
 class PromptLayout:
-    """Lays out the prompts of one served model: what later turns recall, then cores and deltas."""
+    """Lays out the prompts of one served model: recalls of later turns, then cores and deltas."""
 
     info: BaseProcessingInfo
     placeholders: Placeholders
@@ -240,7 +237,7 @@ class PromptLayout:
     ) -> tuple[Sequence[int], list[Slot]]:
         """Token ids and items of the prompt, with an image token for each item.
 
-        ``reads`` says which plans have a policy that reads the instruction.
+        ``reads`` says for each plan whether its policy reads the instruction.
         """
         prompt, slots = self._add_recalls(inputs.prompt, images, plans)
         if set(inputs.mm_data_items) != {"image"}:
@@ -258,7 +255,7 @@ class PromptLayout:
     ) -> tuple[Sequence[int], list[Slot]]:
         """Token ids and items of the prompt, with an item for what each turn recalls.
 
-        Raises RequestError where a request asks for recall of a model that cannot.
+        Raises RequestError if a request asks for recall and the model cannot do it.
         """
         request = images.budgets.request
         unsplittable = self.placeholders.unsplittable
@@ -278,7 +275,7 @@ class PromptLayout:
         recall = rules.recall
         maximum = MAX_BUDGET
         if request.recall is not None:
-            # What requests ask for, they get within their range.
+            # A recall that the request itself asks for is bounded by its range instead.
             recall = request.recall
             maximum = rules.maximum
         recalls = choose_recalls(turns, recall, plans, images.digests, maximum, limit)
@@ -292,10 +289,10 @@ class PromptLayout:
         images: Media,
         cores: Sequence[int],
     ) -> tuple[Sequence[int], list[Slot]]:
-        """The prompt and its items, images split into core and delta where that shares anything.
+        """The prompt and its items, with images split into core and delta if that shares anything.
 
-        ``cores`` are K_c of each image. Nothing is shared without a prefix cache, and nothing is
-        gained where the question stands before the image, for it is part of the prefix then.
+        ``cores`` are K_c of each image. Without a prefix cache nothing is shared. If the question
+        stands before the image, a split gains nothing, because the question is part of the prefix.
         """
         config: Any = get_attachment(self.info.ctx.model_config, KV_CACHE)
         if not config or not config.enable_prefix_caching or not config.block_size:
@@ -311,7 +308,7 @@ class PromptLayout:
         ]
         turns = images.budgets.request.turns
         if turns is not None and len(turns) != len(cores):
-            turns = None  # of messages in which the images were not found
+            turns = None  # the images were not found in the messages
         questions = find_question_turns(
             self._read_text_before(prompt, starts), images.texts, turns
         )
@@ -327,7 +324,7 @@ class PromptLayout:
     def _read_text_before(
         self, prompt: Sequence[int], positions: Sequence[int]
     ) -> list[str]:
-        """Text between each of these images and the one before it, without image markup."""
+        """Text between each of these images and the image before it, without image markup."""
         tokenizer = self.info.get_tokenizer()
         texts: list[str] = []
         start = 0

@@ -1,6 +1,6 @@
-"""Images and videos of a request whose tokens are chosen: their content, whatever their names.
+"""Images and videos of a request whose tokens are chosen, identified by content.
 
-A client may name an input (``uuid``); it is known by the digest of its content all the same.
+A client may name an input (``uuid``), but the input is identified by its digest all the same.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from vllm.multimodal.processing import ProcessorInputs
 
 _PICTURES = (Image.Image, numpy.ndarray, torch.Tensor)
-"""Types of an image whose size vLLM can tell."""
+"""Types of an image whose size vLLM can determine."""
 
 MAX_NAMES = 1 << 15
-"""Names that a process remembers, the least recently used dropped first: about 15 MB."""
+"""Number of names that a process remembers, about 15 MB; the least recently used is dropped."""
 
 Size = tuple[int, int]
 """Width and height of an image."""
@@ -45,15 +45,15 @@ Size = tuple[int, int]
 Modality = Literal["image", "video"]
 
 Tokenize = Callable[[str, AbstractSet[Need]], tuple[Ids, Ids]]
-"""Token ids of an instruction as policies with these needs read it."""
+"""Maps an instruction and a policy's needs to the token ids that the policy reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedItem:
-    """An item of a request: its image or video and plan, and what caches hold it by.
+    """An item of a request: its image or video, its plan, and its keys in caches.
 
-    ``identity`` is that of its tokens, ``key`` that of its processed tensors, which all items of an
-    image have in common.
+    ``identity`` is that of its tokens. ``key`` is that of its processed tensors, which all items of
+    an image share.
     """
 
     image: int
@@ -64,7 +64,7 @@ class PlannedItem:
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """Images, or videos, of one request whose tokens are chosen, and what is asked of them."""
+    """Images, or videos, of one request whose tokens are chosen, and the questions about them."""
 
     modality: Modality
 
@@ -72,10 +72,10 @@ class Media:
     """The images or videos as vLLM has parsed them."""
 
     digests: Sequence[str]
-    """Digest of each one's content; of an image, of what is encoded of it."""
+    """Digest of the content of each item; for an image, of what is encoded of it."""
 
     sizes: Sequence[ImageSize | None]
-    """Width and height of each image; None where they are not known, and of videos."""
+    """Width and height of each image; None if unknown, and for videos."""
 
     salt: str
     """The request's cache salt."""
@@ -83,46 +83,46 @@ class Media:
     budgets: RequestBudgets
 
     tokenize: Tokenize
-    """Tokenizer of instructions, each text once, however often it is read."""
+    """Tokenizer of instructions, which tokenizes each text once."""
 
     texts: Sequence[str] = ()
-    """The question about each one; empty where no policy reads it."""
+    """The question about each item; empty if no policy reads it."""
 
     limit: int | None = None
-    """Tokens that all of them may keep."""
+    """Maximum number of tokens that all items together may keep."""
 
     def content(self, i: int) -> str:
-        """What identifies the pixels of one item."""
+        """Identity of the pixels of item ``i``."""
         return repr((self.digests[i], self.salt))
 
     def key(self, i: int, size: Size | None = None) -> str:
-        """Identity of one item's processed tensors; ``size`` is what it is resized to.
+        """Identity of the processed tensors of item ``i``; ``size`` is the size it is resized to.
 
-        Neither a question nor a state nor K is part of it: all of them share the tensors.
+        It does not depend on question, state or K, so all of them share the tensors.
         """
         return make_identity("pixels", self.content(i), size)
 
     @property
     def keys(self) -> list[str]:
-        """Those of all items."""
+        """:meth:`key` of every item."""
         return [self.key(i) for i in range(len(self.digests))]
 
     def ask(self, plan: ItemPlan, text: str) -> ItemPlan:
-        """A plan with the question, where its policy reads one."""
+        """The plan with the question, if its policy reads it."""
         needs = self.budgets.served.find_needs(plan)
         return plan.ask(*self.tokenize(text, needs))
 
     def plan_item(
         self, i: int, plan: ItemPlan, reads: bool, size: Size | None = None
     ) -> PlannedItem:
-        """One item that is pruned, or resized; ``reads`` says whether the question matters."""
+        """Item ``i`` pruned or resized; ``reads`` says whether its policy reads the question."""
         served = self.budgets.served
         identity = identify_item(served, plan, self.content(i), reads, size)
         return PlannedItem(i, plan, identity, self.key(i, size))
 
 
 def can_prune(mm_items: MultiModalDataItems) -> bool:
-    """False for embeddings, and what is no picture, which vLLM's own processor refuses."""
+    """False for embeddings, and for inputs other than pictures, which vLLM itself refuses."""
     images = mm_items.get("image")
     if not isinstance(images, ImageProcessorItems):
         return False
@@ -135,8 +135,8 @@ def can_prune(mm_items: MultiModalDataItems) -> bool:
 class MediaReader:
     """Reads the images and videos of requests by content.
 
-    ``hash_inputs`` is the stock processor's ``_get_mm_hashes``. Safe for several threads: renderers
-    may share one processor.
+    ``hash_inputs`` is the stock processor's ``_get_mm_hashes``. Safe for several threads, because
+    renderers may share one processor.
     """
 
     def __init__(
@@ -144,16 +144,17 @@ class MediaReader:
     ) -> None:
         self._hash_inputs = hash_inputs
         self._named: LRUCache[bytes, tuple[str, ImageSize | None]] = LRUCache(MAX_NAMES)
-        """Content and size of the image last sent under a name, by the name and its cache salt."""
+        """Content and size of the image last sent under a name, by hash of the name and the cache
+        salt."""
         self._lock = Lock()
 
     def identify(
         self, inputs: ProcessorInputs, prunes_images: bool, prunes_videos: bool
     ) -> dict[str, list[str]]:
-        """Identities as in stock vLLM, but that a client's ``uuid`` is none.
+        """Identities as in stock vLLM, except that a client's ``uuid`` is never an identity.
 
-        Under one name two requests may send two pictures. Other inputs than those that are pruned
-        have names in a domain of their own, so that no name is the identity of an image.
+        Two requests may send two pictures under one name. The names of inputs that are not pruned
+        are hashed in a separate domain, so that no name can equal the identity of an image.
         """
         by_content = {"image": prunes_images, "video": prunes_videos}
         names = {
@@ -176,17 +177,17 @@ class MediaReader:
         budgets: RequestBudgets,
         tokenize: Tokenize,
     ) -> Media:
-        """The images or videos of a request; one that comes by its name alone is the last sent so.
+        """The images or videos of a request; an item sent by name alone is the last so named.
 
-        A later request may send the name alone (``"image_url": null``). Cache identities are made
-        of content, so the name has to be resolved before a cache is looked up. An unknown name gets
-        a content that no image has.
+        A later request may send only the name (``"image_url": null``). Cache identities are made of
+        content, so the name has to be resolved before a cache is read. An unknown name gets a
+        content that no image has.
         """
         names = (inputs.mm_uuid_items or {}).get(modality) or [None] * len(digests)
         items = inputs.mm_data_items[modality]
         contents: list[tuple[str, ImageSize | None]] = []
         for i, (name, digest) in enumerate(zip(names, digests, strict=True)):
-            # A name may have megabytes.
+            # Hashed, because a name may have megabytes.
             key = sha256(repr((modality, name or "", salt)).encode()).digest()
             is_named_alone = items.get(i) is None
             content = f"unknown {key.hex()}", None

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenCount:
-    """Visual tokens N of an image or video before pruning, and the tiles that they form.
+    """Visual tokens N of an image or video before pruning, and the number of its tiles.
 
-    ``remaining`` are those after cells were dropped before the tower; None where none were.
-    ``frames`` is T of a video, 0 of an image.
+    ``remaining`` is M, the number of tokens after cells were dropped before the tower, or None if
+    none were. ``frames`` is T of a video, and 0 for an image.
     """
 
     tokens: int
@@ -35,7 +35,7 @@ class TokenCount:
 
     @property
     def encoded(self) -> int:
-        """Tokens that the tower makes: M of N."""
+        """Number of tokens that the tower encodes: M of N."""
         return self.tokens if self.remaining is None else self.remaining
 
 
@@ -43,17 +43,18 @@ class TokenCount:
 class Placeholders:
     """Placeholder rules of one backbone.
 
-    ``count`` gives the token count of an image from its size and a request's processor arguments;
-    ``count_largest`` that of the largest image; ``token`` is the id of the placeholder token.
-    ``unsplittable`` says why an image cannot be several items of a prompt, empty where it can.
-    ``resize`` gives the size to which the model's processor would shrink an image of that size to
-    have at most K tokens; None where N does not follow the size closely enough. ``text`` is what
-    stands for an item in a prompt before it is processed, where it is no token. ``embeds_text``
-    says that the worker makes the rows of text between the tokens of a pruned item as well: only
-    there it is known how many tokens are kept before each. vLLM's own pruning of Qwen3-VL's videos
-    does so (``Qwen3VLMultiModalProcessor.get_video_repl``). ``video_token`` is the token of videos;
-    None where videos are left whole. ``measure`` gives the size of a processed image or video; None
-    where frames are not counted and every row has a position of its own.
+    ``count``: token count of an image, from its size and a request's processor arguments.
+    ``count_largest``: token count of the largest image. ``token``: id of the placeholder token.
+    ``unsplittable``: why an image cannot be several items of a prompt; empty if it can.
+    ``resize``: the size to which the model's processor would shrink an image of a given size to at
+    most K tokens; None if N does not follow the size closely enough.
+    ``text``: the text of an item in an unprocessed prompt, for models without a placeholder token.
+    ``embeds_text``: whether the worker also makes the rows of text between the tokens of a pruned
+    item, because only the worker knows how many tokens are kept before each text. vLLM's own
+    pruning of Qwen3-VL's videos does so (``Qwen3VLMultiModalProcessor.get_video_repl``).
+    ``video_token``: id of the placeholder token of videos; None if videos are left whole.
+    ``measure``: size of a processed image or video; None if frames are not counted and every row
+    has its own position.
     """
 
     count: Callable[[BaseProcessingInfo, ImageSize, Mapping[str, object]], TokenCount]
@@ -72,10 +73,11 @@ class Placeholders:
     ) -> tuple[PromptUpdateDetails, ItemPlan]:
         """Keep K placeholders of one item's prompt text, and all other tokens.
 
-        Where other tokens stand between them, each run of placeholders keeps an equal share of K,
-        which is what the worker selects of a tile, unless it embeds the text too: the ids then say
-        how many rows there are, and the plan which text is among them. All ids of a video are then
-        placeholders, by which its rows are placed. Memory profiling needs room for all of them.
+        If other tokens stand between the placeholders, each run of placeholders keeps an equal
+        share of K, which is what the worker selects in a tile. If the worker also embeds the text,
+        the ids only say how many rows there are, and the plan says which text is among them. All
+        ids of a video are then placeholders, because its rows are placed by them. Memory profiling
+        needs room for all tokens.
         """
         is_embed = find_placeholders(content)
         unpruned = plan.profile or sum(is_embed) <= plan.budget

@@ -1,8 +1,8 @@
 """Plans of a request's images and videos: K, cache identity, instruction ids.
 
-Those of images are made before any is processed, as all of it follows from image sizes, the state
-and the request; those of videos after, because processors sample frames and resize them together.
-Cached data of an item is found by the digest of its content.
+Images are planned before any of them is processed, because everything follows from image sizes, the
+state and the request. Videos are planned after processing, because processors sample frames and
+resize them together. Cached data of an item is found by the digest of its content.
 """
 
 from __future__ import annotations
@@ -60,38 +60,39 @@ logger = logging.getLogger("vllm.autoprune")
 
 @dataclass(frozen=True, slots=True)
 class RequestPlan:
-    """What is planned of a request before its inputs are processed."""
+    """The plan of a request, made before its inputs are processed."""
 
     hashes: Mapping[str, list[str]]
-    """Cache identities of all its inputs, by modality; those of pruned videos are made later."""
+    """Cache identities of all inputs, by modality; those of pruned videos are made later."""
 
     images: Sequence[PlannedItem] = ()
-    """Items of its images, in the prompt's order; one that is split or recalled has several."""
+    """Items of the images, in the prompt's order; a split or recalled image has several."""
 
     prompt: list[int] | None = None
-    """Token ids with a placeholder for each item; None where every image has one item."""
+    """Token ids with a placeholder for each item; None if every image has exactly one item."""
 
     videos: Media | None = None
-    """Videos to be planned once they are processed; None where all are left whole."""
+    """Videos to be planned after processing; None if all are left whole."""
 
     embeddings: bool = False
-    """Whether its images are embeddings, left to stock vLLM, whose sizes are checked then."""
+    """Whether the images are embeddings, which stock vLLM handles; their sizes are checked after
+    that."""
 
     sizes: Sequence[Size | None] = ()
-    """Sizes that images are given before they are processed, None for their own."""
+    """Size to which each image is resized before it is processed; None for no change."""
 
     trimming: Trimming | None = None
-    """What drops cells of the images."""
+    """The trimming that drops cells of the images."""
 
     counts: RequestCounts | None = None
-    """What is counted of it; None where vLLM profiles, or nothing is pruned."""
+    """What is counted of the request; None while vLLM profiles, or if nothing is pruned."""
 
 
 class RequestPlanner:
     """Makes the plans of one served model's requests.
 
-    ``hash_inputs`` is the stock processor's ``_get_mm_hashes``; ``process`` its processing of one
-    picture.
+    ``hash_inputs`` is the stock processor's ``_get_mm_hashes``, and ``process`` processes one
+    picture as that processor does.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class RequestPlanner:
 
     @cached_property
     def _suffix(self) -> str:
-        """What the chat template puts after the last user turn; empty where there is none."""
+        """What the chat template appends after the last user turn; empty without a template."""
         mark = "\u2402"
         try:
             rendered = self._info.get_tokenizer().apply_chat_template(
@@ -137,7 +138,7 @@ class RequestPlanner:
         return str(rendered).rpartition(mark)[2]
 
     def plan_profiling(self, inputs: ProcessorInputs) -> RequestPlan:
-        """Plans of dummy images: the server's own budget, the longest text that may be read."""
+        """Plans of dummy images: the server's own budget, and the longest text that may be read."""
         hashes = self._hash_inputs(inputs)
         policy = materialize(self.served.state, self.served.budget)
         instruction, _ = self._tokenizer.tokenize("profile", policy.needs)
@@ -157,12 +158,12 @@ class RequestPlanner:
             items.append(PlannedItem(i, plan, identity, identity))
         return RequestPlan(hashes, tuple(items))
 
-    # A request, stage by stage.
+    # Planning of a request, stage by stage.
 
     def plan_request(
         self, inputs: ProcessorInputs, fields: object, salt: str
     ) -> RequestPlan:
-        """Plans and cache identities of a request's images; ``fields`` is its pruning entry.
+        """Plans and cache identities of a request's inputs; ``fields`` is its pruning entry.
 
         Raises BudgetError or RequestError.
         """
@@ -208,10 +209,10 @@ class RequestPlanner:
     def _plan_images(
         self, plan: RequestPlan, inputs: ProcessorInputs, images: Media
     ) -> RequestPlan:
-        """The plan of a request with the items of its images."""
+        """``plan`` completed with the items of the request's images."""
         assert plan.counts is not None
         images, counts, trimming = self._count_images(inputs, images)
-        # K of each image, and a new size where the resize control shrinks it.
+        # Resolve K of each image, and the new size of images that the resize control shrinks.
         total = self.served.rules.total
         videos = plan.videos
         limit = total
@@ -219,13 +220,13 @@ class RequestPlanner:
             limit = total * len(counts) // (len(counts) + len(videos.digests))
         plans = images.budgets.plan_images(counts, limit)
         if total is not None and videos is not None:
-            # Videos have what the images leave.
+            # Videos get what remains of the request's total.
             budget = sum(plan.budget for plan in plans)
             videos = replace(videos, limit=total - budget)
         sizes: list[Size | None] = [None] * len(plans)
         for i, size in enumerate(images.sizes):
             plans[i], sizes[i] = self._shrink(plans[i], size, inputs)
-        # The question of each image as token ids, where its policy reads it.
+        # Tokenize the question of each image whose policy reads it.
         reads = self._find_readers(plans)
         texts: Sequence[str] = [""] * len(plans)
         if any(reads):
@@ -253,7 +254,10 @@ class RequestPlanner:
     def plan_videos(
         self, videos: Media, counts: Sequence[TokenCount]
     ) -> list[PlannedItem]:
-        """Items of processed videos; raises BudgetError or RequestError."""
+        """Planned items of videos whose token counts are known; raises BudgetError or RequestError.
+
+        The tokens of a video that keeps all are identified by its content alone.
+        """
         plans = videos.budgets.plan_videos(counts, videos.limit)
         reads = self._find_readers(plans)
         items = []
@@ -268,10 +272,10 @@ class RequestPlanner:
     def _count_images(
         self, inputs: ProcessorInputs, images: Media
     ) -> tuple[Media, list[TokenCount], Trimming | None]:
-        """N of each image, with M and the digest of what is left where cells are dropped."""
+        """The images as they are encoded, their N and M, and the trimming if cells are dropped."""
         kwargs = inputs.hf_processor_mm_kwargs
         counts = [
-            # An unknown uuid has no size; vLLM's caches will not know it either.
+            # The size of an unknown uuid is not known, but vLLM's caches will not know it either.
             self._placeholders.count_largest(self._info)
             if size is None
             else self._placeholders.count(self._info, size, kwargs)
@@ -291,11 +295,11 @@ class RequestPlanner:
     def _shrink(
         self, plan: ItemPlan, size: ImageSize | None, inputs: ProcessorInputs
     ) -> tuple[ItemPlan, Size | None]:
-        """The plan of an image, and its new size where the resize control shrinks it.
+        """The plan of an image, and its new size if the resize control shrinks it.
 
-        Where the number of tokens follows an image's size, the rival of pruning is a smaller image:
-        what a client has by shrinking its pictures, or an operator by ``max_pixels``. Raises
-        :class:`RequestError` where the processor makes more than K tokens of any image.
+        If the number of tokens follows an image's size, the alternative to pruning is a smaller
+        image: a client gets it by shrinking its pictures, and an operator by ``max_pixels``. Raises
+        :class:`RequestError` if the processor makes more than K tokens of an image of any size.
         """
         resize = self._placeholders.resize
         if plan.keep != "resized" or plan.keeps_all or size is None or resize is None:
@@ -313,10 +317,10 @@ class RequestPlanner:
         plan = replace(plan, budget=tokens, tokens=tokens)
         return plan, (smaller.width, smaller.height)
 
-    # Questions, as far as policies read them.
+    # Questions, for the policies that read them.
 
     def _find_readers(self, plans: Sequence[ItemPlan]) -> list[bool]:
-        """Which plans have a policy that reads the instruction."""
+        """Whether the policy of each plan reads the instruction."""
         needs = map(self.served.find_needs, plans)
         return [not of_plan.isdisjoint(INSTRUCTION_NEEDS) for of_plan in needs]
 
@@ -327,9 +331,9 @@ class RequestPlanner:
         texts: Sequence[str] | None,
         token: int,
     ) -> Sequence[str]:
-        """The text about each item: of its messages, or of the prompt.
+        """The text about each item, from the messages or from the prompt.
 
-        The prompt has it where there are no messages, or some whose images were not found.
+        It is taken from the prompt if there are no messages, or if their images were not found.
         """
         if texts is not None and len(texts) == len(media.digests):
             return texts
@@ -343,9 +347,9 @@ class RequestPlanner:
         return [text] * len(media.digests)
 
     def _ask(self, media: Media, plans: Sequence[ItemPlan]) -> list[ItemPlan]:
-        """The plans with their questions, and with the key of the features that are kept.
+        """The plans with their questions, and with keys where features are cached.
 
-        Those of images and videos whose tokens are chosen are.
+        Features are cached for images and videos whose tokens are chosen.
         """
         asked_plans = []
         for i, plan in enumerate(plans):
@@ -367,7 +371,7 @@ class RequestPlanner:
         sizes: Sequence[Size | None],
         slots: Sequence[Slot],
     ) -> list[PlannedItem]:
-        """Plan and identity of each item; those of a recall follow from the item before it."""
+        """Planned items, one per slot; a recall's identity follows from the item before it."""
         turns = images.budgets.request.recall_turns or []
         items: list[PlannedItem] = []
         latest: dict[int, PlannedItem] = {}
@@ -379,13 +383,13 @@ class RequestPlanner:
                 item = latest[i]
                 plan = item.plan.recall(slot.budget)
                 plan = images.ask(plan, turns[slot.turn].text)
-                # All earlier choices, down to the pixels, are part of the identity before it.
+                # The previous identity covers all earlier choices and the pixels.
                 identity = make_identity(
                     "recall", item.identity, slot.budget, plan.read
                 )
                 item = replace(item, plan=plan, identity=identity)
             elif plan.keeps_all and sizes[i] is None:
-                # The image is then what it is in stock vLLM, caches included.
+                # The image is then the same as in stock vLLM, including its cache entries.
                 item = PlannedItem(i, plan, images.digests[i], images.digests[i])
             else:
                 if slot.part != "whole":

@@ -1,13 +1,14 @@
 """Positions that a request takes: which items keep their places, and a bound on all of them.
 
-An image whose tokens stand where they stood takes as many positions as the whole one, however few
-are kept: N and its text, or under M-RoPE its longer side in tokens. So a prompt may be shorter than
-its positions::
+An image whose kept tokens keep their places takes as many positions as the whole image, however few
+tokens are kept: one for each of its N tokens and its text, or under M-RoPE its longer side in
+tokens. So a prompt may have fewer tokens than positions::
 
     tokens     [text][ K kept ][text]                 bounded by vLLM: max_model_len
     positions  [text][     the whole image     ][text]   bounded here, by the same number
 
-Stock vLLM needs no such bound for images: a whole image has at least as many tokens as positions.
+Stock vLLM needs no such bound for images, because a whole image has at least as many tokens as
+positions.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ ItemFields = Mapping[str, "MultiModalFieldElem"]
 class ItemSize:
     """Size of one processed image or video.
 
-    ``span`` is the number of positions that the whole item takes; None where they are those of its
-    rows, one after another. ``frames`` is T of a video, 0 of an image.
+    ``span`` is the number of positions that the whole item takes; None if its rows take one each,
+    in order. ``frames`` is T of a video, and 0 for an image.
     """
 
     span: int | None = None
@@ -48,17 +49,17 @@ class ItemSize:
 
 @dataclass
 class SizedContent(PromptUpdateDetails):
-    """Prompt text of an item with the item's size.
+    """Prompt text of an item, with the item's size attached.
 
-    vLLM's processor caches keep the text of an item in the API server even where its tensors are in
-    another process, so the size is always known.
+    vLLM's processor caches keep the text of an item in the API server even if its tensors are in
+    another process, so the size is always available.
     """
 
     size: ItemSize = ItemSize()
 
 
 def find_placeholders(content: PromptUpdateDetails) -> list[bool]:
-    """Which tokens of an item's prompt text are placeholders of its rows."""
+    """Mask of the tokens of an item's prompt text that are placeholders of its rows."""
     if content.is_embed is None:
         return [True] * len(content.full)
     flags: list[bool] = content.is_embed(content.full).tolist()
@@ -73,7 +74,7 @@ def get_size(content: PromptUpdateDetails) -> ItemSize:
 def with_size(
     update: ResolvedPromptUpdate, measure: Callable[[int], ItemSize]
 ) -> ResolvedPromptUpdate:
-    """A prompt update whose text has the size of its item, which is measured by its rows."""
+    """The prompt update with the size of its item attached, measured by its number of rows."""
     content = update.content
     rows = sum(find_placeholders(content))
     size = measure(rows)
@@ -87,8 +88,8 @@ def with_size(
 class PromptItem:
     """An item of a prompt: ``length`` placeholders from token ``offset`` on.
 
-    ``span`` is the number of positions that it takes as a whole, None where it takes one a token.
-    ``image`` is equal for the parts of one image, which share its positions.
+    ``span`` is the number of positions of the whole item; None if each token takes one. ``image``
+    is the same for all parts of one image, which share its positions.
     """
 
     offset: int
@@ -98,15 +99,16 @@ class PromptItem:
 
 
 class PositionCounter:
-    """Counts the positions that a prompt takes beyond its tokens, by its items in their order."""
+    """Counts the positions that a prompt takes beyond its tokens, by its items in order."""
 
     def __init__(self) -> None:
         self.surplus = 0
-        """Positions so far, negative where a prompt takes fewer than tokens."""
+        """Positions minus tokens so far; negative if the prompt takes fewer positions than tokens.
+        """
         self._images = set[Hashable]()
 
     def add(self, item: PromptItem) -> None:
-        """Count an item that keeps its places: the first part of an image takes all of them."""
+        """Count an item that keeps its places: an image's first part takes all its positions."""
         if item.span is not None:
             span = 0 if item.image in self._images else item.span
             self._images.add(item.image)
@@ -114,11 +116,11 @@ class PositionCounter:
 
 
 def pack_items(items: Sequence[PromptItem], context: int) -> tuple[set[int], int]:
-    """Items that are packed, and the positions that the prompt takes beyond its tokens.
+    """Indices of the items to pack, and the positions that the prompt takes beyond its tokens.
 
-    An item keeps its places while it ends within three quarters of the ``context``; from there on
-    tokens stand one after the other, so that text and later items have room. That depends on what
-    comes before it alone, so that prompts with a common prefix share its KV.
+    An item keeps its places if it ends within three quarters of the ``context``. From there on,
+    tokens stand one after the other, so that text and later items have room. This depends only on
+    what comes before the item, so prompts with a common prefix share its KV.
     """
     packed = set[int]()
     keeps = dict[Hashable, bool]()
@@ -141,10 +143,10 @@ def pack_items(items: Sequence[PromptItem], context: int) -> tuple[set[int], int
 def limit_positions(
     request: EngineCoreRequest, surplus: int, max_model_len: int
 ) -> None:
-    """Keep all positions of a request below ``max_model_len``, those of generated tokens included.
+    """Keep all positions of a request, also of generated tokens, below ``max_model_len``.
 
-    Shortens what may be generated, as vLLM does where a prompt leaves less room than was asked for.
-    Raises ``VLLMValidationError``, which vLLM answers by 400, where the prompt leaves none.
+    Shortens the generation, as vLLM does if a prompt leaves less room than requested. Raises
+    ``VLLMValidationError``, which vLLM answers by 400, if the prompt leaves no room.
     """
     from vllm.exceptions import VLLMValidationError
 

@@ -1,7 +1,7 @@
-"""Multi-modal processor mixin: K placeholders an image, cache identities, plans for the worker.
+"""Multi-modal processor mixin: K placeholders per image, cache identities, plans for the worker.
 
-vLLM's own steps process and cache the images of a request, each once and by its content; the plans
-of :mod:`~vllm_autoprune.serving.api.planner` are added to what they make.
+vLLM's own steps process and cache the images of a request, each once and by its content. The plans
+of :mod:`~vllm_autoprune.serving.api.planner` are added to the results.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ if TYPE_CHECKING:
 
 _PROFILE = "_autoprune_profile"
 _PROFILING = object()
-"""Marks profiling; compared by identity, so that no request can send it."""
+"""Marks profiling inputs; compared by identity, so that no request can send it."""
 
 
 def make_pruned_factories(
     stock: _ProcessorFactories, placeholders: Placeholders
 ) -> _ProcessorFactories:
-    """vLLM's ``_ProcessorFactories`` of a model, building the pruned form of its processor."""
+    """vLLM's ``_ProcessorFactories`` of a model, which build the pruned form of its processor."""
 
     def build(info: BaseProcessingInfo, dummy_inputs: BaseDummyInputsBuilder) -> _Stock:
         processor = stock.processor(info, dummy_inputs)
@@ -90,18 +90,18 @@ def make_pruned_factories(
 
 @dataclass
 class _Inputs(ProcessorInputs):
-    """Inputs of vLLM's steps, and what becomes known of them on the way."""
+    """Inputs of vLLM's steps, with results that later steps need."""
 
     plan: RequestPlan = field(default_factory=lambda: RequestPlan({}))
 
     items: dict[str, list[PlannedItem]] = field(default_factory=dict)
-    """Planned images and videos, these once they are processed."""
+    """Planned items by modality; videos are added after they are processed."""
 
     keys: Mapping[str, list[str]] = field(default_factory=dict)
-    """Keys by which vLLM's processor cache holds the tensors, by modality."""
+    """Keys of the tensors in vLLM's processor cache, by modality."""
 
     spans: dict[str, list[int | None]] = field(default_factory=dict)
-    """Positions that each item takes as a whole, by modality, once all are laid out."""
+    """Positions that each whole item takes, by modality, known once all items are laid out."""
 
 
 @depends_on(
@@ -124,7 +124,7 @@ class PrunedProcessor(SeparateImages):
 
     @cached_property
     def recall_token(self) -> str | None:
-        """Text that marks a turn which recalls; None where an image cannot be several items."""
+        """Text that marks a turn which recalls; None if an image cannot be several items."""
         if self._placeholders.unsplittable:
             return None
         token = self._placeholders.token(self.info)
@@ -140,7 +140,7 @@ class PrunedProcessor(SeparateImages):
         )
 
     def measure(self, data: ItemFields, rows: int) -> ItemSize:
-        """Size of a processed image or video of so many rows, by its tensors."""
+        """Size of a processed image or video of ``rows`` rows, by its tensors."""
         measure = self._placeholders.measure
         size = ItemSize() if measure is None else measure(self.info, data)
         return (
@@ -180,7 +180,7 @@ class PrunedProcessor(SeparateImages):
         return processed
 
     def _plan(self, inputs: ProcessorInputs) -> _Inputs:
-        """Inputs with an item for every part of an image, and without fields of ours."""
+        """Inputs with an item for every part of an image, and without the plugin's own fields."""
         kwargs = dict(inputs.hf_processor_mm_kwargs)
         fields = kwargs.pop(REQUEST_FIELD, None)
         is_profile = kwargs.pop(_PROFILE, None) is _PROFILING
@@ -196,7 +196,7 @@ class PrunedProcessor(SeparateImages):
         planned = _Inputs(**vars(inputs), plan=plan, items=items)
         planned.mm_uuid_items = None
         if plan.prompt is not None:
-            # vLLM has counted the images against ``--limit-mm-per-prompt``.
+            # vLLM has already checked the number of images against ``--limit-mm-per-prompt``.
             images = inputs.mm_data_items["image"]
             parts = [images.get(item.image) for item in plan.images]
             planned.mm_data_items = with_images(inputs.mm_data_items, parts)
@@ -233,8 +233,9 @@ class PrunedProcessor(SeparateImages):
 
         result = process(content)._replace(hashes=plan.hashes)
         if isinstance(inputs.cache, Rendering):
-            # Without the cache, which holds the function: of a request that is only rendered, the
-            # cycle would keep pictures and tensors until the next garbage collection.
+            # A copy without the cache, because the cache holds this function: the cycle would keep
+            # the pictures and tensors of a request that is only rendered until the next garbage
+            # collection.
             uncached = copy(content)
             uncached.cache = None
             inputs.cache.process_again = lambda: _index_items(process(uncached))
@@ -262,7 +263,7 @@ class PrunedProcessor(SeparateImages):
     ) -> MultiModalProcessingResult:
         """The result with all items of a modality, their plans, and K placeholders for each.
 
-        It has every image once, whatever items it is in.
+        ``result`` has every image once, however many items it has.
         """
         processed = result.kwargs[modality]
         indices = {key: i for i, key in enumerate(_find_first_items(items))}
@@ -274,7 +275,7 @@ class PrunedProcessor(SeparateImages):
             index = indices[item.key] if is_repeated else i
             data = processed[index]
             if index in seen and cache is not None and cache.is_cached_item(item.key):
-                # The cache may count how often it is read.
+                # The cache may count its reads, so each image is read once.
                 data, _ = cache.get_and_update_item(None, item.key)
             seen.add(index)
             plan = item.plan
@@ -295,7 +296,7 @@ class PrunedProcessor(SeparateImages):
     def _check_embeddings(
         self, result: MultiModalProcessingResult, videos: Sequence[PlannedItem]
     ) -> None:
-        """Refuse embeddings of images that are larger than the server lets requests keep."""
+        """Refuse image embeddings that have more tokens than the server lets requests keep."""
         rules = self._planner.served.rules
         limit = rules.total
         if limit is not None:
@@ -312,7 +313,7 @@ class PrunedProcessor(SeparateImages):
         hf_processor_mm_kwargs: Mapping[str, object],
         out_mm_kwargs: MultiModalKwargsItems,
     ) -> MultiModalPromptUpdates:
-        """As stock, with the size of every item beside its prompt text."""
+        """As stock, with the size of every item attached to its prompt text."""
         updates = super()._get_mm_prompt_updates(
             mm_items, hf_processor_mm_kwargs, out_mm_kwargs
         )
@@ -331,7 +332,7 @@ class PrunedProcessor(SeparateImages):
         return dict(inputs.keys)
 
     def _pack(self, processed: MultiModalInput, inputs: _Inputs) -> int:
-        """Pack items that have no room for their places; the positions beyond tokens."""
+        """Pack the items that have no room to keep their places; returns the surplus positions."""
         numbers = []
         prompt_items = []
         for modality, spans in inputs.spans.items():
@@ -371,13 +372,13 @@ def _count_videos(result: MultiModalProcessingResult) -> list[TokenCount]:
 
 
 def _carry_plan(data: ItemFields, plan: ItemPlan) -> MultiModalKwargsItem:
-    """An item's tensors with its plan."""
+    """An item's tensors with its plan attached."""
     row = MultiModalFieldElem(plan.encode(), MultiModalBatchedField(keep_on_cpu=True))
     return MultiModalKwargsItem({**data, FIELD: row})
 
 
 def _find_first_items(items: Sequence[PlannedItem]) -> dict[str, int]:
-    """The first of the items that have the same tensors, by their key."""
+    """Index of the first item for each key of tensors."""
     first_items: dict[str, int] = {}
     for i, item in enumerate(items):
         first_items.setdefault(item.key, i)

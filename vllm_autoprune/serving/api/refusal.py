@@ -16,7 +16,7 @@ REFUSED = Counter(
 
 
 class RefusedRequest(RequestError, VLLMValidationError):
-    """The error of a request, which every endpoint of vLLM answers by 400.
+    """The error of a refused request, which every endpoint of vLLM answers by 400.
 
     ``parameter`` is the ``param`` of OpenAI's error object: WHERE#KIND of the first problem, whose
     kind may be empty (docs/clients.md).
@@ -28,15 +28,15 @@ class RefusedRequest(RequestError, VLLMValidationError):
         self.parameter = f"{problem.where}#{problem.kind}"
         self.value = None
 
-    # vLLM's adds the parameter to the message, which begins with the place already.
+    # The inherited __str__ would add the parameter, but the message already begins with the place.
     __str__ = Exception.__str__
 
 
 @contextmanager
 def refusing_requests() -> Iterator[None]:
-    """Count a request that is refused, and raise the error of its problems for vLLM.
+    """Count a request that is refused, and raise its problems as an error that vLLM answers by 400.
 
-    Of some steps vLLM answers no error by 400 but its own.
+    In some steps vLLM answers only its own errors by 400.
     """
     try:
         yield

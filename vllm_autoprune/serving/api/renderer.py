@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from vllm.tokenizers.hf import HfTokenizer
 
 _MESSAGE_FIELDS = "_autoprune_message_fields"
-"""Key of a prompt under which the fields extracted from its messages wait."""
+"""Key in a prompt that holds the fields extracted from its messages until they are used."""
 
 
 @depends_on(
@@ -48,10 +48,10 @@ _MESSAGE_FIELDS = "_autoprune_message_fields"
     "_apply_prompt_embeds_to_engine_input",
 )
 class AutopruneHfRenderer(HfRenderer):
-    """HfRenderer that hands instruction and detail of every image to the multi-modal processor.
+    """HfRenderer that passes instruction and detail of every image to the multi-modal processor.
 
-    The messages are seen here, the processor's arguments are built later
-    (``_apply_prompt_extras`` overwrites them), so both wait in the prompt between.
+    The messages are available here, but the processor's arguments are built later
+    (``_apply_prompt_extras`` overwrites them). In between, the fields are stored in the prompt.
     """
 
     def __init__(self, config: VllmConfig, tokenizer: HfTokenizer | None) -> None:
@@ -65,7 +65,8 @@ class AutopruneHfRenderer(HfRenderer):
     ) -> tuple[list[ConversationMessage], DictPrompt]:
         """As stock, and store the fields in the prompt (``BaseRenderer.render_messages``).
 
-        Raises RequestError for a pruning field in the wrong place; online, requests were checked.
+        Raises RequestError for a pruning field in the wrong place; online requests were checked
+        before.
         """
         if self._served is not None:
             template = params.chat_template_kwargs
@@ -86,12 +87,12 @@ class AutopruneHfRenderer(HfRenderer):
     def _mark_recall_turns(
         self, messages: list[ChatCompletionMessageParam], params: ChatParams
     ) -> tuple[list[ChatCompletionMessageParam], list[RecallTurn]]:
-        """Mark the later turns that recall tokens of images, where the request has any."""
+        """Mark the later turns that recall tokens of images, if the request asks for recall."""
         if self._served is None or not isinstance(self.mm_processor, PrunedProcessor):
             return messages, []
         token = self.mm_processor.recall_token
         entry = (params.mm_processor_kwargs or {}).get(REQUEST_FIELD)
-        # Fields are not checked yet: what is none that counts, the processor refuses.
+        # Fields are not validated yet: the processor refuses an entry that is not an object.
         fields = entry if isinstance(entry, Mapping) else {}
         recall = (
             self._served.rules.recall
@@ -121,7 +122,7 @@ class AutopruneHfRenderer(HfRenderer):
         except (ValueError, VLLMValidationError):
             text = ""
         _, has_token, between = str(text).partition(mark)[0].rpartition(token)
-        # A template that takes no parts has vLLM put its image token on a line of its own.
+        # For a template without content parts, vLLM puts the image token on a line of its own.
         space = between if has_token else "\n"
         return space if not space.strip() else ""
 
@@ -152,7 +153,7 @@ class AutopruneHfRenderer(HfRenderer):
     def _apply_prompt_embeds_to_engine_input(
         self, engine_input: MultiModalInput, *args: object, **named: object
     ) -> None:
-        """As stock, which puts a plain dictionary in the place of ours."""
+        """As stock, but keep our hashes, which stock replaces by a plain dictionary."""
         hashes = engine_input["mm_hashes"]
         super()._apply_prompt_embeds_to_engine_input(engine_input, *args, **named)
         if isinstance(hashes, RenderedHashes):
@@ -171,17 +172,17 @@ class AutopruneHfRenderer(HfRenderer):
 
 
 def _pass_fields(prompt: Any) -> Any:
-    """Hand the fields of the messages and the ``cache_salt`` to the processor, as its arguments.
+    """Pass the fields of the messages and the ``cache_salt`` to the processor, as its arguments.
 
-    The fields are put into the pruning entry, where a client may not write them; the salt because
-    the processor's caches hold what several tenants sent.
+    The fields go into the pruning entry, where a client may not write them. The salt is needed
+    because the processor's caches hold inputs of several tenants.
     """
     fields = prompt.pop(_MESSAGE_FIELDS, None)
     salt = prompt.get("cache_salt")
     kwargs = dict(prompt.get(KWARGS) or {})
     entry = kwargs.get(REQUEST_FIELD)
     entry = {} if entry is None else entry
-    # Anything but an object is refused by the processor, with a reason.
+    # The processor refuses an entry that is not an object, with a reason.
     if fields is not None and isinstance(entry, dict):
         for name in (name for name in fields if entry.get(name) is not None):
             fix = f"leave it out; {DETAIL_FIX}" if name == "details" else "leave it out"

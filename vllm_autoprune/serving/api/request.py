@@ -1,4 +1,4 @@
-"""What a request asks for: the ``autoprune`` entry of its ``mm_processor_kwargs``, parsed."""
+"""The ``autoprune`` entry of a request's ``mm_processor_kwargs``, parsed."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ SALT = "_autoprune_salt"
 """Key beside the entry under which the renderer passes on the request's :class:`CacheSalt`."""
 
 _MAX_PROBLEMS = 16
-"""Problems listed in one error."""
+"""Maximum number of problems listed in one error."""
 
 _MAX_COUNTED = 256
-"""Problems above which only their number is told: a message for each takes 50 microseconds, in
-which the whole process waits."""
+"""Number of problems above which only their number is reported: formatting one message takes 50
+microseconds, in which the whole process waits."""
 
 
 class CacheSalt(str):
-    """A request's ``cache_salt``; a type of its own, so that no JSON body can send it here."""
+    """A request's ``cache_salt``. Its own type makes sure that no JSON body can send it here."""
 
     __slots__ = ()
 
 
 class _SharedBudget(BaseModel):
-    """Budget form ``{"shared": K}``: so many tokens for all images of the request together.
+    """Budget form ``{"shared": K}``: K tokens for all images of the request together.
 
     An image that a conversation adds changes the K, and so the cache identity, of all others.
     """
@@ -58,10 +58,10 @@ class RecallTurn(BaseModel):
 
 
 def split_shared_budget(total: int, sizes: Sequence[int]) -> list[int]:
-    """Split ``total`` tokens evenly over images of these sizes, the first taking the remainder.
+    """Split ``total`` tokens evenly over images of these sizes; the first ones take the remainder.
 
-    What an image is too small to use goes to the others, evenly again. The budgets add up to
-    ``total``, or to all the tokens there are where that is less.
+    Tokens that a small image cannot use are split evenly over the others. The budgets add up to
+    ``total``, or to the number of all tokens if that is less.
     """
     total = min(total, sum(sizes))
     remaining = total
@@ -99,20 +99,23 @@ DETAIL_FIX = 'put it beside the picture: "image_url": {"url": ..., "detail": "lo
 
 
 class PruningRequest(BaseModel):
-    """Fields of the entry; the server's own choice holds for each one that is left out.
+    """Fields of the entry; for a field that is left out, the server's own choice holds.
 
-    ``budget``: K of each image, a list with one K an image, or :class:`_SharedBudget`;
-    ``video_budget``: K of each video, by a state that prunes them. ``state``:
-    the name of a shipped state, or a whole state. ``enabled`` false: every token is kept.
+    ``budget``: K of each image, a list with one K per image, or :class:`_SharedBudget`.
+    ``video_budget``: K of each video, for a state that prunes videos.
+    ``state``: the name of a shipped state, or a whole state.
+    ``enabled``: false keeps every token.
     ``cells``: the rule by which cells are dropped before the vision tower, or ``"none"``.
     ``positions``: where kept tokens stand.
-    ``keep``: the state, or a control: ``"reference"`` (its base policy alone), ``"random"``
-    or ``"resized"`` (the resize control).
-    ``recall``: tokens that each later turn without an image gets of the images before it.
-    ``instructions`` has one text an image, ``details`` one level an image, ``turns`` a number an
-    image, equal for neighbours that one question follows, None where none does; ``recall_turns``
-    the turns that recall. The renderer fills them from the chat messages, a request without
-    messages may fill them itself, with an image token in its prompt for each image and each turn.
+    ``keep``: the state, or a control: ``"reference"`` (its base policy alone), ``"random"`` or
+    ``"resized"`` (the resize control).
+    ``recall``: number of tokens of the earlier images that each later turn without an image gets.
+    ``instructions``: one text per image. ``details``: one level per image. ``turns``: one number
+    per image, which is the same for neighbouring images that one question follows, and None for an
+    image without a question after it. ``recall_turns``: the turns that recall.
+
+    The renderer fills the last four from the chat messages. A request without messages may fill
+    them itself, with an image token in its prompt for each image and each turn.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -131,7 +134,7 @@ class PruningRequest(BaseModel):
     recall: int | None = Field(default=None, ge=0, le=MAX_BUDGET)
     recall_turns: list[RecallTurn] | None = None
 
-    # Plain validators: a union reports one error for every form that a value does not have.
+    # Plain validators, because a union would report one error for each form that a value lacks.
 
     @field_validator("budget", mode="plain")
     @classmethod
@@ -191,11 +194,10 @@ class PruningRequest(BaseModel):
             raise RequestError("request", list(problems.values())) from None
 
     def split_budget(self, sizes: Sequence[int]) -> Sequence[int | None]:
-        """K asked for each of the request's images of N tokens; None for the state's own.
+        """K requested for each image of the request, of ``sizes`` tokens; None for the state's own.
 
-        From here on a budget is a number: however it was said, equal K are equal plans.
-
-        Raises :class:`RequestError` where their number does not fit.
+        From here on a budget is a number, so equal K give equal plans, however K was written.
+        Raises :class:`RequestError` if the number of budgets does not fit the number of images.
         """
         budget = self.budget
         if isinstance(budget, _SharedBudget):
@@ -220,7 +222,7 @@ class PruningRequest(BaseModel):
         return [None if budget is None else budget.tokens_kept(size) for size in sizes]
 
     def state_label(self, served: str) -> str:
-        """Metric label of the state: by name, or ``request`` for one that the request brings."""
+        """Metric label of the state: its name, or ``request`` for one that the request contains."""
         if not self.enabled:
             return "off"
         if self.state is None:
@@ -230,7 +232,7 @@ class PruningRequest(BaseModel):
 
 @contextmanager
 def _explaining(kind: str) -> Iterator[None]:
-    """Have pydantic report an error of ours by what it says is wrong."""
+    """Have pydantic report an AutopruneError as an error of this kind, with our message."""
     try:
         yield
     except AutopruneError as error:
@@ -239,7 +241,7 @@ def _explaining(kind: str) -> Iterator[None]:
 
 
 def _explain(error: ErrorDetails) -> Problem:
-    """An error of pydantic's with its place in the request, and how to correct it."""
+    """Pydantic's error as a problem, with its place in the request and how to correct it."""
     steps = [str(step) for step in error["loc"]]
     name = steps[0] if steps else ""
     what = error["msg"]
@@ -252,12 +254,12 @@ def _explain(error: ErrorDetails) -> Problem:
 
 
 def quote_entry(value: object = None) -> str:
-    """JSON that says what a value in the place of an entry, or elsewhere, was probably to say."""
+    """JSON of the entry that the client probably meant by ``value``, to quote in a message."""
     return f'"{KWARGS}": {{"{REQUEST_FIELD}": {_format_entry(value)}}}'
 
 
 def _format_entry(value: object) -> str:
-    """JSON of the entry that says what a value in its place, or elsewhere, was probably to say."""
+    """JSON of the entry that the client probably meant by ``value``."""
     if isinstance(value, bool):
         return json.dumps({"enabled": value})
     is_budget = isinstance(value, int) and 0 < value < 10**6
@@ -265,16 +267,16 @@ def _format_entry(value: object) -> str:
 
 
 def shorten(name: str) -> str:
-    """A client's text as it may stand in an answer."""
+    """A client's text, shortened and escaped for an answer."""
     return escape_unprintable(name, 40)
 
 
 _MAX_NAME = 100
-"""Characters of a name that are compared: compared names are remembered."""
+"""Maximum length of names that are compared, because compared names are cached."""
 
 
 def resembles_entry(name: str) -> bool:
-    """Whether a key is the entry's name, one with more behind it, or nearly so."""
+    """Whether a key is the entry's name, begins with it, or is similar to it."""
     return _resembles_entry(name[:_MAX_NAME])
 
 
@@ -283,7 +285,7 @@ def _resembles_entry(name: str) -> bool:
     if name.startswith("_"):
         return False
     word = name.lower().replace("-", "").replace("_", "").removeprefix("x")
-    # So near is a word with one letter missing, changed, added or exchanged with the next one.
+    # Similar means one letter missing, changed, added, or exchanged with the next one.
     return word.startswith(REQUEST_FIELD) or bool(
         get_close_matches(word, [REQUEST_FIELD], 1, 0.88)
     )

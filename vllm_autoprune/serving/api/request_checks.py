@@ -1,4 +1,4 @@
-"""Pruning fields of a request that stand where nothing reads them: answered instead of ignored."""
+"""Pruning fields in places of a request where nothing reads them: refused instead of ignored."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _CLIENT_FIX = "send {entry} (extra_body={{{entry}}} in the OpenAI client)"
 OFFLINE_FIX = "put {entry} into the prompt's dict, or mm_processor_kwargs into LLM.chat's arguments"
-"""What to write, where it is not a request of OpenAI's form."""
+"""Suggested fix for inputs that are not requests of OpenAI's form."""
 
 _NAMED_BY_CLIENTS = frozenset(
     {
@@ -47,16 +47,16 @@ _NAMED_BY_CLIENTS = frozenset(
         "tools",
     }
 )
-"""Fields whose content has names of the client's own: tools, schemas."""
+"""Fields whose content has names that the client chooses: tools, schemas."""
 
 _NOTES = "metadata"
-"""Field of OpenAI's API with notes of the client's own, as texts."""
+"""Field of OpenAI's API for a client's own notes, as texts."""
 
 
 def check_request(model_config: ModelConfig, request: BaseModel, trusted: bool) -> None:
-    """Raise :class:`RefusedRequest` where a request's pruning fields would have no effect.
+    """Raise :class:`RefusedRequest` if a request's pruning fields would have no effect.
 
-    What its headers set is written into its ``mm_processor_kwargs``. ``trusted`` is
+    Settings in its headers are written into its ``mm_processor_kwargs``. ``trusted`` is the flag
     ``--trust-request-mm-kwargs``.
     """
     served = served_state(model_config)
@@ -70,7 +70,7 @@ def check_request(model_config: ModelConfig, request: BaseModel, trusted: bool) 
             PruningRequest.parse(kwargs[REQUEST_FIELD])
         entry = join_headers(kwargs.get(REQUEST_FIELD), headers)
         if headers:
-            # Not all kinds of requests declare the field.
+            # Set in vars(), because not all kinds of requests declare the field.
             vars(request)[KWARGS] = {**kwargs, REQUEST_FIELD: entry}
         may_ask = trusted or served.rules.explicit
         if (headers or REQUEST_FIELD in kwargs) and not may_ask:
@@ -81,7 +81,7 @@ def check_request(model_config: ModelConfig, request: BaseModel, trusted: bool) 
 
 
 _PROBE = "_render_probe_prompt"
-"""Method of vLLM 0.32 alone."""
+"""Method that only vLLM 0.32 has."""
 
 
 @depends_on(
@@ -93,11 +93,11 @@ _PROBE = "_render_probe_prompt"
 def check_requests() -> None:
     """Check the fields of every chat, completion and pooling request before it is rendered.
 
-    A prompt that vLLM renders once to know the template, within the first client's request, has
-    none of its headers.
+    vLLM renders a prompt once to learn about the template, during the first client's request; the
+    headers of that request do not apply to it.
 
-    Why: ``OpenAIBaseModel`` accepts unknown fields and drops them without a word to the client, and
-    what a request may set in ``mm_processor_kwargs`` is refused with a fix that is not ours.
+    Why: ``OpenAIBaseModel`` accepts unknown fields and drops them silently, and vLLM's own refusal
+    of fields in ``mm_processor_kwargs`` suggests a fix that does not apply here.
     Remove when: vLLM refuses unknown fields, or lets a plugin name its own.
     """
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
@@ -105,7 +105,7 @@ def check_requests() -> None:
     from vllm.renderers.online_renderer import OnlineRenderer
 
     def check_first(position: int) -> Callable[..., object]:
-        """The step that begins with the check, of the argument at a position."""
+        """A wrapper that first checks the request, which is the argument at ``position``."""
 
         def preprocess(
             stock: Callable[..., object],
@@ -135,11 +135,11 @@ def check_requests() -> None:
 def refuse_misplaced(
     fields: Mapping[str, object], kwargs: Mapping[str, object], fix: str = _CLIENT_FIX
 ) -> None:
-    """Raise :class:`RequestError` with the first pruning field that nothing reads.
+    """Raise :class:`RequestError` for the first pruning field that nothing reads.
 
-    ``fields`` are those of a request, or of an offline prompt; ``kwargs`` what is read of its
-    ``mm_processor_kwargs``, where it may have an entry. A field is looked for beside the entry, and
-    at any depth outside the kwargs.
+    ``fields`` are those of a request, or of an offline prompt; ``kwargs`` are its
+    ``mm_processor_kwargs`` as they are read, which may contain an entry. Misplaced fields are
+    searched for beside the entry, and at any depth outside the kwargs.
     """
     for key in kwargs:
         where = f"{KWARGS}/{shorten(key)}"
@@ -162,7 +162,7 @@ def refuse_misplaced(
 def _walk_fields(
     fields: Mapping[str, object],
 ) -> Iterator[tuple[tuple[object, ...], object, object]]:
-    """Path, name and value of each field at any depth, but of what clients name themselves."""
+    """Path, name and value of each field at any depth, except in content that clients name."""
     containers: list[tuple[tuple[object, ...], Any]] = [((), fields)]
     while containers:
         path, container = containers.pop()
@@ -186,7 +186,7 @@ def _holds_fields(name: object, value: object) -> bool:
 
 
 def _is_setting(path: Sequence[object], name: str, value: object) -> bool:
-    """Whether a field is an entry, or the budget of ignored kwargs or of an image."""
+    """Whether a field is an entry, or a budget outside the entry in kwargs or in an image."""
     parent = path[-1] if path else ""
     if parent == KWARGS and name in PruningRequest.model_fields:
         return True
@@ -194,7 +194,7 @@ def _is_setting(path: Sequence[object], name: str, value: object) -> bool:
         return True
     if not resembles_entry(name):
         return False
-    # A note may have the name of an entry, but has none of its fields.
+    # A note of the client may have the entry's name, but not its fields.
     has_fields = isinstance(value, dict) and not value.keys().isdisjoint(
         PruningRequest.model_fields
     )

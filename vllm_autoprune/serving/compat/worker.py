@@ -1,4 +1,4 @@
-"""vLLM's engine core and workers: patches of positions, caches, encoder calls, and collectives."""
+"""Patches of vLLM's engine core and workers: positions, caches, encoder calls, collectives."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
 
 _AXES = "autoprune_axes"
-"""Attribute of a model config: axes of the positions that its runner keeps, none where it is 0."""
+"""Attribute of a model config: number of axes of the positions that its runner keeps; 0 for none.
+"""
 
 
 @depends_on("vllm.config:ModelConfig", "uses_mrope", "mrope_num_dims")
 def keep_positions() -> None:
-    """Let runners keep the positions that a model computes, where its config has our attribute.
+    """Let runners keep the positions that a model computes, if its config asks for it.
 
-    Why: they do so under M-RoPE alone, by these two properties. Configs of draft models, and of
-    models without a state, keep their own.
+    Why: runners keep positions only under M-RoPE, which these two properties report. Configs of
+    draft models, and of models without a state, are unchanged.
     Remove when: any model may compute positions, as by ``ModelState.prepare_inputs`` of V2.
     """
     from vllm.config import ModelConfig
@@ -51,29 +52,30 @@ def keep_positions() -> None:
 
 
 def keep_axes(model_config: ModelConfig, axes: int) -> None:
-    """Have the runners of a model keep positions of so many axes."""
+    """Have the runners of a model keep positions with this number of axes."""
     setattr(model_config, _AXES, axes)
 
 
 _POSITIONS = "autoprune_positions"
 
 UNCHANGED_DELTA = -(2**31)
-"""In place of what decoding adds to a prompt's length: what was known when the request arrived."""
+"""Delta that tells a runner to keep the delta that was known when the request arrived. A delta is
+what decoding adds to a prompt's length to get a position."""
 
 
 @depends_on("vllm.config:MultiModalConfig", "is_multimodal_pruning_enabled")
 @depends_on("vllm.v1.worker.gpu.mm.rope:RopeState", "update_prefill_positions")
 def request_positions(config: MultiModalConfig) -> None:
-    """Have the model asked for the positions of its image tokens, now that it has chosen them.
+    """Have runners ask the model for positions again once it has selected image tokens.
 
-    It may leave a request's delta as it is then (:data:`UNCHANGED_DELTA`).
+    The model may leave a request's delta unchanged (:data:`UNCHANGED_DELTA`).
 
-    Why: runners ask ``recompute_mrope_positions`` only where video pruning is on. Turning that on
-    would change how videos are served; saying yes to the one question they ask does not. Qwen3-VL
-    sizes its table of rotations by the same question, as it must: kept tokens may stand beyond the
-    number of tokens.
-    Model Runner V2 takes the delta as a number of the host, while positions are on the device; a
-    model that computed it from them would wait for all that the device still has to do.
+    Why: runners call ``recompute_mrope_positions`` only if video pruning is on. Turning that on
+    would change how videos are served; patching the one property that runners read does not.
+    Qwen3-VL sizes its table of rotations by the same property, which is right here too: kept tokens
+    may stand beyond the number of tokens. Model Runner V2 takes the delta as a number on the host,
+    while positions are on the device, so a model that computed it from them would wait for all
+    queued work of the device.
     Remove when: runners ask every model that declares ``supports_multimodal_pruning``, and
     ``RopeState.update_prefill_positions`` takes a tensor, or no delta.
     """
@@ -100,10 +102,10 @@ def request_positions(config: MultiModalConfig) -> None:
 
 @depends_on("vllm.v1.worker.cpu_model_runner:CPUModelRunner", "load_model")
 def request_positions_on_cpu() -> None:
-    """Let the CPU's model runner V1 ask for positions too.
+    """Have the CPU's model runner V1 ask for positions too.
 
-    Why: ``CPUModelRunner.load_model`` replaces the method that looks whether to ask.
-    Remove when: it looks for itself.
+    Why: ``CPUModelRunner.load_model`` replaces the method that decides whether to ask.
+    Remove when: it decides that itself.
     """
     from vllm.platforms import current_platform
 
@@ -136,10 +138,12 @@ _WORKER_RESETS = (
 def clear_with_worker_caches(clear: Callable[[nn.Module], None]) -> None:
     """Call ``clear`` with a worker's model after vLLM cleared its caches or replaced its weights.
 
-    Why: vLLM clears its own caches of images by these methods of ``vllm.v1.worker.gpu_worker``'s
-    ``Worker``, which both model runners and the CPU worker share, and tells models nothing.
-    ``Worker.reload_weights`` with ``is_checkpoint_format=False`` and weight transfers copy into
-    parameters without ``load_weights``. Also where the method fails: weights may be half new.
+    ``clear`` is also called if vLLM's method raises, because weights may be half replaced.
+
+    Why: vLLM clears its own image caches by these methods of ``vllm.v1.worker.gpu_worker.Worker``,
+    which both model runners and the CPU worker use, without telling the model. Weight transfers,
+    and ``Worker.reload_weights`` with ``is_checkpoint_format=False``, copy into parameters without
+    calling the model's ``load_weights``.
     Remove when: vLLM tells a model that its encoder outputs are dropped.
     """
     from vllm.v1.worker.gpu_worker import Worker
@@ -157,20 +161,21 @@ def clear_with_worker_caches(clear: Callable[[nn.Module], None]) -> None:
 
 
 _Split = Callable[[Sequence["MultiModalKwargsItem | None"]], list[slice]]
-"""``autoprune_split`` of a model: runs of neighbouring images that its encoder runs on together."""
+"""``autoprune_split`` of a model: runs of neighbouring images that its encoder takes in one call.
+"""
 
 
 @depends_on("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "_execute_mm_encoder")
 @depends_on("vllm.v1.worker.gpu.mm.encoder_runner:EncoderRunner", "execute_mm_encoder")
 def bound_encoder_calls() -> None:
-    """Encode the images of one step in groups, each within what memory profiling saw.
+    """Encode the images of one step in groups, each within what memory profiling measured.
 
     Why: the scheduler counts an image by its placeholders, K, so a step may hold many more images
-    than the encoder budget has room for unpruned. Both runners stack the pixels of all of them
-    on the device before they call the model. vLLM serialises pruned videos for the same reason,
-    in ``GPUModelRunner._execute_mm_encoder`` and for videos alone.
-    Remove when: vLLM's encoder budget counts unpruned tokens, or its runners ask the model how
-    many items to encode at once.
+    than the encoder budget has room for unpruned. Both runners stack the pixels of all of them on
+    the device before they call the model. vLLM encodes pruned videos one by one for the same
+    reason, in ``GPUModelRunner._execute_mm_encoder``, but no images.
+    Remove when: vLLM's encoder budget counts unpruned tokens, or its runners ask the model how many
+    items to encode at once.
     """
     from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -220,13 +225,14 @@ def bound_encoder_calls() -> None:
     "get_dummy_encoder_profile_inputs",
 )
 def profile_images(hold: Callable[[nn.Module], AbstractContextManager[bool]]) -> None:
-    """Encode the largest images too while a runner profiles its memory, and ``hold`` until its end.
+    """Make memory profiling also encode the largest images, and hold what the model will keep.
 
-    ``hold`` allocates what a model will hold later, and says whether the model prunes images.
+    ``hold`` is a context manager that allocates what a model will keep later, until profiling ends.
+    It returns whether the model prunes images.
 
-    Why: ``profile_run`` encodes the one modality with most tokens, which is a video for Qwen2-VL,
-    Qwen2.5-VL and InternVL; where videos are left whole, no selection is measured then. A model
-    cannot know how long profiling goes on, in which the language model may take the most memory.
+    Why: ``profile_run`` encodes only the modality with most tokens, which is video for Qwen2-VL,
+    Qwen2.5-VL and InternVL; if videos are left whole, no selection is measured. A model cannot know
+    how long profiling takes, and the language model may need the most memory in it.
     Remove when: vLLM profiles every modality, and asks models what they keep between requests.
     """
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
@@ -248,7 +254,7 @@ def profile_images(hold: Callable[[nn.Module], AbstractContextManager[bool]]) ->
 
 
 def _encode_largest_images(runner: RunnerV1 | RunnerV2) -> None:
-    """Encode as many of the largest images as a step may hold, unless vLLM does."""
+    """Encode as many of the largest images as a step may hold, unless vLLM does so itself."""
     import torch
     from vllm.multimodal.encoder_budget import MultiModalBudget
     from vllm.multimodal.utils import group_and_batch_mm_kwargs
@@ -270,23 +276,23 @@ def _encode_largest_images(runner: RunnerV1 | RunnerV2) -> None:
 
 
 class _EncoderSteps(Protocol):
-    """What a scheduler takes in one step."""
+    """Bound of the encoder inputs that a scheduler takes in one step."""
 
     def admits(self, request: Request, input_id: int, budget: int) -> bool:
-        """Whether the step has room for an encoder input, with so much left of vLLM's budget."""
+        """Whether the step has room for an encoder input, with ``budget`` left of vLLM's own."""
 
     def take(self, request: Request, input_id: int) -> None:
-        """Count an input that the step has room for."""
+        """Count an input for which the step has room."""
 
     def schedule(self, request: Request, input_id: int) -> None:
-        """Tell that an input is encoded, or loaded, in this step."""
+        """Record that an input is encoded, or loaded, in this step."""
 
     def end(self) -> None:
         """End the step."""
 
 
 _STEPS = "_autoprune_steps"
-"""Attribute of an encoder cache manager."""
+"""Attribute of an encoder cache manager that holds its :class:`_EncoderSteps`."""
 
 
 @depends_on(
@@ -296,11 +302,11 @@ _STEPS = "_autoprune_steps"
     "get_freed_mm_hashes",
 )
 def bound_encoder_steps(make_steps: Callable[[], _EncoderSteps]) -> None:
-    """Let a step of the scheduler take no more work than vLLM's own encoder budget is meant for.
+    """Bound the work of a scheduler's step by what vLLM's encoder budget is meant for.
 
     Why: the scheduler counts an encoder input by the tokens that it keeps. At K = N/8 a step would
-    hold eight times the tower's work, and all other requests would wait for it; a recall, or a
-    state that a request brings, keeps few and costs a whole selection.
+    hold eight times the tower's work, and all other requests would wait for it. A recall, or a
+    state that a request brings, keeps few tokens but costs a whole selection.
     Remove when: a plugin can say what an encoder input costs.
     """
     from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
@@ -329,7 +335,7 @@ def bound_encoder_steps(make_steps: Callable[[], _EncoderSteps]) -> None:
         request: Request,
         input_id: int,
     ) -> None:
-        # Not all that there is room for: KV blocks may lack.
+        # Not every input with room is scheduled: KV blocks may be lacking.
         stock(self, request, input_id)
         if _STEPS in self.__dict__:
             self.__dict__[_STEPS].schedule(request, input_id)
@@ -338,26 +344,26 @@ def bound_encoder_steps(make_steps: Callable[[], _EncoderSteps]) -> None:
     def get_freed_mm_hashes(
         stock: Callable[..., list[str]], self: EncoderCacheManager
     ) -> list[str]:
-        # The scheduler asks once, at the end of each step.
+        # The scheduler calls this once, at the end of each step.
         if _STEPS in self.__dict__:
             self.__dict__[_STEPS].end()
         return stock(self)
 
 
 _RESENT = "autoprune_features"
-"""Attribute of what the scheduler sends of running requests: items of those that are resumed."""
+"""Attribute of what the scheduler sends about running requests: the items of resumed requests."""
 
 
 @depends_on("vllm.v1.core.sched.scheduler:Scheduler", "_make_cached_request_data")
 @depends_on("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "_update_states")
 def resend_features() -> None:
-    """Send the images of a request again when it is resumed after it was preempted.
+    """Send the images of a request again when it is resumed after a preemption.
 
     Why: ``NewRequestData.from_request`` leaves out the tensors of images that the prefix cache
-    covers (``strip_covered_mm_data``). If the request is preempted, others may take those blocks,
-    and the images have to be encoded after all. Model Runner V2 is sent a resumed request anew; V1
-    keeps what it was sent first, and stock vLLM's engine ends: "Encoder cache miss", or tensors
-    that are None.
+    covers (``strip_covered_mm_data``). If the request is preempted, other requests may take those
+    blocks, and the images have to be encoded after all. Model Runner V2 gets a resumed request
+    anew. V1 keeps the items that it got first, and stock vLLM's engine ends: "Encoder cache miss",
+    or tensors that are None.
     Remove when: ``CachedRequestData`` has the items of resumed requests.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -391,7 +397,8 @@ def resend_features() -> None:
         resent = getattr(scheduler_output.scheduled_cached_reqs, _RESENT, {})
         for request_id, features in resent.items():
             state = self.requests[request_id]
-            # An address in shared memory was replaced by its tensors, and is never left out.
+            # Items are always sent whole here: an address in shared memory was replaced by its
+            # tensors.
             state.mm_features = [
                 present if "address" in (feature.data or {}) else feature
                 for present, feature in zip(state.mm_features, features, strict=True)
@@ -401,10 +408,10 @@ def resend_features() -> None:
 
 @depends_on("vllm.v1.engine.core:EngineCore", "sleep")
 def refuse_sleep(reason: Callable[[ModelConfig, int], str | None]) -> None:
-    """Let ``reason`` refuse a level of sleep, before the engine is paused for it.
+    """Refuse a level of sleep for which ``reason`` returns a text, before the engine is paused.
 
-    Why: ``EngineCore.sleep`` pauses scheduling and then tells the workers, so that a worker that
-    refuses leaves an engine that answers nothing.
+    Why: ``EngineCore.sleep`` pauses scheduling and then tells the workers, so after a refusal by a
+    worker the engine would answer nothing.
     Remove when: vLLM asks a model which levels of sleep it can wake up from.
     """
     from vllm.v1.engine.core import EngineCore
@@ -427,14 +434,14 @@ def refuse_sleep(reason: Callable[[ModelConfig, int], str | None]) -> None:
 
 
 def world_size() -> int:
-    """How many ranks share the model; 1 where nothing is distributed."""
+    """Number of ranks that share the model; 1 if nothing is distributed."""
     from vllm.distributed import get_tp_group, model_parallel_is_initialized
 
     return int(get_tp_group().world_size) if model_parallel_is_initialized() else 1
 
 
 def broadcast_rank_zero(tensor: Tensor) -> Tensor:
-    """Rank 0's tensor on every rank, of one shape and dtype on all of them."""
+    """Rank 0's tensor on every rank; all ranks pass tensors of the same shape and dtype."""
     from vllm.distributed import get_tp_group
 
     broadcast: Tensor = get_tp_group().broadcast(tensor, src=0)
@@ -442,7 +449,7 @@ def broadcast_rank_zero(tensor: Tensor) -> Tensor:
 
 
 def is_rank_zero() -> bool:
-    """True on rank 0, and where nothing is distributed."""
+    """Whether this is rank 0, or nothing is distributed."""
     from vllm.distributed import get_tp_group
 
     return world_size() == 1 or int(get_tp_group().rank_in_group) == 0
@@ -451,19 +458,19 @@ def is_rank_zero() -> bool:
 def connect_ranks(device: torch.device) -> None:
     """Make the first broadcast between ranks.
 
-    NCCL creates the communicators of a group in its first collective, which takes seconds, and
-    memory that has to be in use when vLLM measures what is left for the KV cache. vLLM's own
-    collectives go by communicators of its own.
+    NCCL creates the communicators of a group in its first collective. That takes seconds, and
+    memory that must be in use when vLLM measures what remains for the KV cache. vLLM's own
+    collectives use other communicators.
     """
     if world_size() > 1:
         broadcast_rank_zero(torch.zeros(1, device=device))
 
 
 def leaves_ranks_apart(error: Exception) -> bool:
-    """Whether an exception of this rank may be none of the others.
+    """Whether an exception of this rank may not have occurred on the other ranks.
 
-    Several ranks encode an image together: one that went on alone would wait for collectives that
-    the others do not make, or be answered by what they do next. So the engine ends, as a stock one
-    would. What tensors raise, they raise on every rank.
+    Several ranks encode an image together. A rank that went on alone would wait for collectives
+    that the others do not make, or receive the data of their next one. So the engine ends, as a
+    stock engine would. Exceptions that follow from tensors occur on every rank.
     """
     return world_size() > 1 and isinstance(error, torch.OutOfMemoryError)

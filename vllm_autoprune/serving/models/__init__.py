@@ -1,8 +1,8 @@
 """Registry of the backbones that can be served pruned, with the checks of their checkpoints.
 
-Model classes are named by import path: settings are checked before vLLM's models are imported.
-``architectures.toml`` beside this file has the checkpoints of every architecture of vLLM that takes
-images, and why those without a backbone are refused.
+Model classes are named by import path, because settings are checked before vLLM's models are
+imported. ``architectures.toml`` beside this file lists, for every architecture of vLLM that takes
+images, its checkpoints, and the reason for refusing those without a backbone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _INPUTS: dict[Need, str] = {
 }
 
 _LAYERS: tuple[Need, ...] = ("tower", "next_layer", "language")
-"""Missing in a model with a patch merger, whose input states may read."""
+"""Inputs that states may read but that a model with a patch merger cannot provide."""
 
 _MODULE = "vllm_autoprune.serving.models"
 _PREFIX = "Autoprune"
@@ -41,17 +41,17 @@ _PREFIX = "Autoprune"
 
 @dataclass(frozen=True)
 class Field:
-    """A field of config.json, dotted, that the pruned class knows only some values of."""
+    """A field of config.json for which the pruned class supports only some values."""
 
     name: str
-    """Dotted within the configuration."""
+    """Dotted name within the configuration."""
     expected: str
-    """What is accepted, in words."""
+    """The accepted values, in words."""
     accepts: Callable[[Any], bool]
-    """Whether a value is; None of an absent field."""
+    """Whether a value is accepted; the value of an absent field is None."""
 
     def problem(self, config: PreTrainedConfig) -> Problem | None:
-        """The field where the checkpoint's value is another; an absent one is None."""
+        """Problem of a checkpoint with an unsupported value; an absent field has the value None."""
         try:
             value = attrgetter(self.name)(config)
         except AttributeError:
@@ -73,13 +73,13 @@ class Backbone:
     """One served model family: its class in vLLM, the module of its pruned form, its checks."""
 
     name: str
-    """What the plugin calls it."""
+    """The plugin's name for the family."""
     module: str
-    """Module of this package that has its pruned class."""
+    """Module of this package that has the pruned class."""
     stock: str
     """Name of the class in vLLM that is served pruned."""
     fields: tuple[Field, ...] = ()
-    """Fields of config.json that other checkpoints of the architecture have other values of."""
+    """Fields of config.json in which other checkpoints of the architecture may be unsupported."""
     missing: tuple[Need, ...] = (
         "tower",
         "next_layer",
@@ -87,39 +87,41 @@ class Backbone:
         "encoder",
         "merger_input",
     )
-    """What states may read and the model cannot give."""
+    """Inputs that states may read but the model cannot provide."""
     mrope: bool = False
-    """Whether tokens have positions of their own in time, height and width."""
+    """Whether tokens have separate positions in time, height and width."""
     unsplittable: str = ""
-    """Why an image cannot be several items of a prompt; empty where it can."""
+    """Why an image cannot be several items of a prompt; empty if it can."""
     whole_only: str = "encodes the patches of an image as a whole square"
-    """Why no cell of an image can be dropped before the tower; empty where it can."""
+    """Why no cell of an image can be dropped before the tower; empty if cells can be dropped."""
     videos: bool = False
-    """Whether tokens of videos can be chosen; else they are what they are in stock vLLM."""
+    """Whether tokens of videos can be chosen; otherwise videos are served as in stock vLLM."""
     packed: str = ""
-    """Why kept tokens can only stand one after the other; empty where they can keep places."""
+    """Why kept tokens can only stand one after the other; empty if they can keep their places."""
     embeds_text: bool = False
-    """Whether text stands between the tokens of an item, and is embedded with those kept."""
+    """Whether text stands between the tokens of an item, so that the worker embeds it with kept
+    tokens."""
     frame: Callable[[PreTrainedConfig], tuple[int, int]] | None = None
-    """Tokens of each frame of a video, and rows behind the last, where no size changes them."""
+    """Number of tokens of each frame of a video, and of rows after the last frame, for models whose
+    frames always have the same size."""
     remote_processor: bool = False
-    """Whether vLLM serves it by an image processor that is Python code of the checkpoint."""
+    """Whether vLLM serves it with an image processor that is Python code of the checkpoint."""
     state: str = "cen_divprune"
-    """State to start with, by the rule of docs/choosing.md, "Default states"."""
+    """Recommended state, by the rule of docs/choosing.md, "Default states"."""
     budget: str = "1/8"
-    """K to start with."""
+    """Recommended budget K."""
     architectures: tuple[str, ...] = ()
-    """What checkpoints call it in config.json; empty: as vLLM calls the class."""
+    """Architecture names in the config.json of checkpoints; if empty, the name of vLLM's class."""
 
     @property
     def model(self) -> str:
-        """Import path of the pruned class, as vLLM's registry takes it."""
+        """Import path of the pruned class, in the form of vLLM's registry."""
         return f"{_MODULE}.{self.module}:{_PREFIX}{self.stock}"
 
     def tower_problems(
         self, config: PreTrainedConfig, tower: TextTower
     ) -> list[Problem]:
-        """Refuse text towers: no CLIP was trained together with this model's vision tower."""
+        """Refuse every text tower: no CLIP was trained together with this model's vision tower."""
         what = f"the vision tower of {config.model_type!r} has no text tower beside it"
         fix = "leave the flag out: relevance is then measured by the model's own embeddings"
         return [Problem(f"{TOWER_FLAG} {tower.path}", what, fix)]
@@ -127,7 +129,7 @@ class Backbone:
     def input_problems(
         self, config: PreTrainedConfig, needs: Collection[Need]
     ) -> list[Problem]:
-        """What a state reads and this checkpoint cannot give."""
+        """Problems of inputs that a state reads and this checkpoint cannot provide."""
         kind = f"{config.model_type!r}"
         problems = [
             Problem(
@@ -161,7 +163,7 @@ class _LlavaBackbone(Backbone):
     def tower_problems(
         self, config: PreTrainedConfig, tower: TextTower
     ) -> list[Problem]:
-        """Refuse a text tower that belongs to another vision tower."""
+        """Problems of a text tower that belongs to another vision tower."""
         width = config.vision_config.hidden_size
         if tower.vision_width == width:
             return []
@@ -172,7 +174,7 @@ class _LlavaBackbone(Backbone):
     def input_problems(
         self, config: PreTrainedConfig, needs: Collection[Need]
     ) -> list[Problem]:
-        """Refuse states that read inputs which this checkpoint cannot provide."""
+        """Problems of inputs that a state reads and this checkpoint cannot provide."""
         whats = []
         vision = config.vision_config
         last_layers = (-1, vision.num_hidden_layers)
@@ -186,7 +188,7 @@ class _LlavaBackbone(Backbone):
         return super().input_problems(config, needs) + problems
 
     def _find_language_problems(self, config: PreTrainedConfig) -> Iterator[str]:
-        """Why the language model's first layers cannot be read before prefill."""
+        """Reasons why the language model's first layers cannot be read before prefill."""
         vision = config.vision_config
         text = config.text_config
         if text.model_type != "llama":
@@ -206,10 +208,10 @@ class _LlavaBackbone(Backbone):
 
 
 _MERGED = _exactly("vision_config.spatial_merge_size", 2)
-"""Patches on each side of a token."""
+"""Side, in patches, of the square that becomes one token."""
 
 
-# Attention is read of the last of these.
+# Attention is read from the last of these blocks.
 _FULL = Field("vision_config.fullatt_block_indexes", "a list that names a block", bool)
 
 
@@ -218,7 +220,7 @@ def _qwen(
 ) -> Backbone:
     """A model of Qwen-VL's kind, whose merger makes a token of four patches.
 
-    Its fields are ``within`` a part of config.json.
+    Names of its fields are relative to the part ``within`` of config.json.
     """
     checked = tuple(
         replace(field, name=within + field.name) for field in (_MERGED, *fields)
@@ -228,7 +230,7 @@ def _qwen(
 
 
 def _tiled(name: str, stock: str, why: str, *fields: Field, **more: Any) -> Backbone:
-    """A model whose tiles have a patch merger; its processor writes ``why`` around them."""
+    """A model whose tiles have a patch merger; ``why``: the text that the processor adds."""
     why = f"writes {why}"
     return Backbone(
         name, "tiled", stock, fields=fields, missing=_LAYERS, unsplittable=why, **more
@@ -236,13 +238,13 @@ def _tiled(name: str, stock: str, why: str, *fields: Field, **more: Any) -> Back
 
 
 def _ocr(name: str, stock: str, **fields: Any) -> Backbone:
-    """A model that reads pages, of which nearly every token is needed."""
+    """A model that reads pages, for which nearly every token is needed."""
     usual = {"fields": (_MERGED,), "missing": _LAYERS, "budget": "70%"}
     return Backbone(name, "ocr", stock, **{**usual, **fields})
 
 
 def shuffled_frame(config: PreTrainedConfig) -> tuple[int, int]:
-    """Tokens of a frame of InternVL, one square tile."""
+    """Number of tokens of an InternVL frame, which is one square tile; no rows follow frames."""
     vision = config.vision_config
     size, patch = (
         side if isinstance(side, int) else side[0]
@@ -252,20 +254,20 @@ def shuffled_frame(config: PreTrainedConfig) -> tuple[int, int]:
 
 
 def pooled_frame(config: PreTrainedConfig) -> tuple[int, int]:
-    """Tokens of a frame of LLaVA-OneVision, pooled two by two, and the newline of a video."""
+    """Number of tokens of a LLaVA-OneVision frame, pooled two by two, and of a video's newline."""
     vision = config.vision_config
     return ceil(vision.image_size // vision.patch_size / 2) ** 2, 1
 
 
 _NAMED: dict[str, Any] = {"videos": True, "embeds_text": True}
-"""Videos have the time or the number of each frame among their tokens."""
+"""Videos have the time or the number of each frame, as text, among their tokens."""
 _NUMBERED = {**_NAMED, "frame": shuffled_frame}
 
 _SHUFFLED = _exactly("downsample_ratio", 0.5)
 _INTERNVL_CHAT = (
     _SHUFFLED,
     _exactly("ps_version", "v2"),  # v1 has the tokens of a tile column by column
-    # InternViT of any size has it, and no other tower.
+    # InternViT of any size has this field, and no other tower has it.
     Field(
         "vision_config.qk_normalization",
         "true or false",
@@ -292,7 +294,7 @@ BACKBONES: dict[str, Backbone] = {
         _qwen("cohere_compass", "CohereCompassForConditionalGeneration"),
         _qwen("glm4v", "Glm4vForConditionalGeneration", **_NAMED),
         _qwen("glm4v_moe", "Glm4vMoeForConditionalGeneration", **_NAMED),
-        # Pages lose first.
+        # Reading pages suffers first from pruning.
         _qwen(
             "glm_ocr",
             "GlmOcrForConditionalGeneration",
@@ -326,7 +328,7 @@ BACKBONES: dict[str, Backbone] = {
             _MARKS,
             _SHUFFLED,
             **_NUMBERED,
-            # InternVL of transformers is served by vLLM's class of InternS1.
+            # vLLM serves InternVL of transformers by the class of InternS1.
             architectures=("InternVLForConditionalGeneration",),
         ),
         _tiled(
@@ -376,12 +378,13 @@ BACKBONES: dict[str, Backbone] = {
 
 @dataclass(frozen=True)
 class Refusal:
-    """Architectures of vLLM that take images and are not served pruned, for one reason."""
+    """Architectures of vLLM that take images but are not served pruned, for one common reason."""
 
     why: str
-    """The reason, after "has no pruned form"."""
+    """The reason, as the text after "has no pruned form"."""
     models: Mapping[str, Sequence[str]]
-    """Architecture -> its checkpoints; and what in vLLM's code shows the reason, if it is there."""
+    """Architecture -> its checkpoints, and what in vLLM's code shows the reason, if the code shows
+    it."""
 
 
 _TABLE = tomllib.loads(
@@ -392,11 +395,11 @@ CHECKPOINTS: Mapping[str, str] = _TABLE["served"]
 """Architecture with a backbone -> its checkpoints, as ids on the Hugging Face Hub with ``*``."""
 
 REFUSALS = tuple(Refusal(**row) for row in _TABLE["refused"])
-"""Reasons; an architecture is in one of them."""
+"""Reasons for refusal; an architecture has only one."""
 
 
 def find_problems(architecture: str, config: PreTrainedConfig) -> list[Problem]:
-    """Why no state can serve a checkpoint: its architecture, or the fields that differ."""
+    """Why no state can serve a checkpoint: its architecture, or unsupported values of fields."""
     if backbone := BACKBONES.get(architecture):
         return [
             problem for field in backbone.fields if (problem := field.problem(config))
@@ -412,9 +415,9 @@ def find_problems(architecture: str, config: PreTrainedConfig) -> list[Problem]:
 
 
 def find_packed_reason(backbone: Backbone, config: PreTrainedConfig) -> str:
-    """Why kept tokens of a checkpoint stand one after the other in any case; empty if they do not.
+    """Why kept tokens of a checkpoint can only stand one after the other; empty if they need not.
 
-    A layer with a sliding window would reach back over positions at which it was never trained.
+    A layer with a sliding window would reach back over distances at which it was never trained.
     """
     if backbone.mrope or backbone.packed:
         return backbone.packed
@@ -432,7 +435,7 @@ def find_packed_reason(backbone: Backbone, config: PreTrainedConfig) -> str:
 
 
 def require_served(config: PreTrainedConfig) -> Backbone:
-    """The backbone of a checkpoint; raises :class:`ConfigError` where no state can serve it."""
+    """The backbone of a checkpoint; raises :class:`ConfigError` if no state can serve it."""
     names = config.architectures or [f"of {config.model_type!r}"]
     architecture = next((name for name in names if name in BACKBONES), names[0])
     if problems := find_problems(architecture, config):

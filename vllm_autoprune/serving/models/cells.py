@@ -1,8 +1,8 @@
-"""A vision tower that encodes some cells of an image, at the positions that they have in it.
+"""A vision tower that encodes only some cells of an image, at their positions in the whole image.
 
-vLLM's towers of this kind take all that depends on a grid as ``encoder_metadata``, and everything
-else from the number of rows. So kept cells are encoded by giving them their part of the metadata
-of the whole images; no forward is patched.
+vLLM's towers of this kind take everything that depends on a grid as ``encoder_metadata``, and
+everything else from the number of rows. So kept cells are encoded by passing their part of the
+metadata of the whole images, and no forward is patched.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm_autoprune.ops.rowwise import upload
 from vllm_autoprune.serving.compat import depends_on
 
 _BY_PATCH = ("pos_embeds", "rotary_pos_emb_cos", "rotary_pos_emb_sin")
-"""Metadata with a row for each patch, those of a cell one behind another."""
+"""Metadata with one row per patch, in which the patches of a cell are consecutive."""
 
 Metadata = dict[str, Tensor | None]
 
@@ -29,8 +29,8 @@ Metadata = dict[str, Tensor | None]
 class CellGrid(list[int]):
     """The grid of an image and its kept cells ``(M,)``.
 
-    As a list it is a grid of M cells: vLLM shares images out to data-parallel ranks by the number
-    of their patches, and hands their grids on as they are.
+    As a list it is a grid of M cells: vLLM distributes images over data-parallel ranks by the
+    number of their patches, and passes their grids on unchanged.
     """
 
     def __init__(self, grid: Sequence[int], kept: Tensor, merge: int) -> None:
@@ -46,17 +46,18 @@ class CellGrid(list[int]):
     "maybe_recompute_cu_seqlens",
 )
 class CellTower:
-    """A tower in the place of vLLM's own, called with rows of pixels and grids of kept cells."""
+    """Replacement of vLLM's tower that is called with pixel rows and grids of kept cells."""
 
     def __init__(self, tower: Any) -> None:
         self._tower = tower
         self.spatial_merge_size: int = tower.spatial_merge_size
         self.out_hidden_size: int = getattr(tower, "out_hidden_size", 0)
         self.order: Tensor | None = None
-        """Raster order of the tokens within the tower at the last call; None where it is theirs."""
+        """Raster order of the tokens within the tower at the last call; None if the tower uses that
+        order."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The tower's."""
+        """The parameters of the tower."""
         parameters: Iterator[nn.Parameter] = self._tower.parameters()
         return parameters
 
@@ -68,13 +69,13 @@ class CellTower:
         return rows
 
     def metadata(self, grids: Sequence[CellGrid]) -> Metadata:
-        """The tower's own metadata of the whole images, cut to their kept cells."""
+        """The tower's own metadata of the whole images, reduced to their kept cells."""
         tower = self._tower
         unit = self.spatial_merge_size**2
         full: Metadata = tower.prepare_encoder_metadata([grid.grid for grid in grids])
         sizes = [prod(grid.grid) // unit for grid in grids]
         starts = accumulate([0, *sizes[:-1]])
-        # Kept cells among those of all images, in the order of the tower.
+        # Indices of kept cells among the cells of all images, in the order of the tower.
         cells = torch.cat(
             [grid.kept + start for grid, start in zip(grids, starts, strict=True)]
         )
@@ -98,7 +99,7 @@ class CellTower:
         return metadata | {n: v[patches] for n, v in by_patch.items() if v is not None}
 
     def _sequences(self, counts: Sequence[int], suffix: str = "") -> Metadata:
-        """Sequences of so many patches, as the backend of attention wants them."""
+        """Metadata of sequences with these patch counts, in the form of the attention backend."""
         tower = self._tower
         kind = MMEncoderAttention
         backend = tower.attn_backend
@@ -121,10 +122,10 @@ class CellTower:
     def _cut_windows(
         self, grids: Sequence[CellGrid], cells: Tensor, total: int
     ) -> tuple[Metadata, Tensor]:
-        """Windows without their dropped cells (Qwen2.5-VL), none of them empty.
+        """Windows without their dropped cells (Qwen2.5-VL), leaving out empty windows.
 
-        Also the place of each kept cell in the window order of whole images, by which the tower has
-        its rotary embeddings.
+        Also returns the place of each kept cell in the window order of whole images, by which the
+        tower indexes its rotary embeddings.
         """
         tower = self._tower
         unit = self.spatial_merge_size**2
@@ -138,7 +139,7 @@ class CellTower:
             windows.append(window + start)
             edges.append(ends // unit + start)
             start += len(window)
-        window = torch.cat(windows)  # whole images: the cell at each place
+        window = torch.cat(windows)  # for whole images: the cell at each place
         places = kept[window].nonzero()[:, 0]
         before = torch.cat([torch.zeros(1, dtype=torch.int64), kept[window].cumsum(0)])
         counts = before[torch.cat(edges)].diff()

@@ -1,6 +1,6 @@
-"""Gemma 4: an image of any aspect is one grid, whose patches are pooled nine to one.
+"""Gemma 4: an image of any aspect ratio is one grid, whose patches are pooled nine to one.
 
-Videos and audio are left as they are.
+Videos and audio are served as in stock vLLM.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Pooler(Merger):
     ) -> Tensor:
         """``(n / patches, patches, C)`` of one image's patches ``(1, n, C)``: tokens, then padding.
 
-        ``pixel_position_ids`` ``(1, n, 2)`` are column and row of each, -1 of padding.
+        ``pixel_position_ids`` ``(1, n, 2)`` are column and row of each patch, -1 for padding.
         """
         side = round(self.patches**0.5)
         columns, rows = pixel_position_ids[0].unbind(dim=1)
@@ -90,12 +90,12 @@ class _Gemma4Vision(Vision):
 
     @property
     def _side(self) -> int:
-        """Patches on each side of a token."""
+        """Side, in patches, of the square that becomes one token."""
         side: int = self._model.config.vision_config.pooling_kernel_size
         return side
 
     def hook_attention(self) -> InputHook[QueriesAndKeys]:
-        """Hook on the last layer; transformers hands queries and keys to a function, no module."""
+        """Hook on the last layer: transformers has no module that takes queries and keys."""
         attention = self.find_attention()
         return InputHook(attention, partial(_read_attention, attention))
 
@@ -108,7 +108,8 @@ class _Gemma4Vision(Vision):
         """Split the images of one call of ``embed_multimodal``."""
         self._model._parse_and_validate_image_input(**inputs)
         pixels, places = (inputs[name] for name in _FIELDS)
-        # Columns and rows of all images, in one copy to the host; the stock model waits as well.
+        # Columns and rows of all images, in one copy to the host; the stock model waits for it as
+        # well.
         last = torch.stack([image.amax(dim=0) for image in places]).tolist()
         images = []
         for i, (column, row) in enumerate(last):
@@ -124,7 +125,7 @@ class _Gemma4Vision(Vision):
         return images
 
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
-        """Encode images; those padded to one number of patches go through the tower together."""
+        """Encode images; images padded to the same number of patches share a call of the tower."""
         fields: dict[str, Any] = {
             name: [image[name] for image in images] for name in _FIELDS
         }
@@ -146,9 +147,9 @@ class _Gemma4Vision(Vision):
         return features
 
     def _take_attention(self, images: Sequence[ImageInputs]) -> list[Tensor]:
-        """Attention ``(N,)`` that each token receives, the mean of what its patches get."""
+        """Attention ``(N,)`` that each token receives: the mean over its patches."""
         assert self.attention is not None
-        # The stock model encodes images of one size together, sizes in the order of their images.
+        # The stock model encodes images of one size together, in the order of their first images.
         sizes = [len(image["pixel_values"]) for image in images]
         order = sorted(range(len(images)), key=lambda i: sizes.index(sizes[i]))
         calls = self.attention.take_each()

@@ -1,7 +1,7 @@
-"""Models whose image is the contiguous tokens of one grid, made by a vision tower and a merger.
+"""Models that make of an image the contiguous tokens of one grid, with a vision tower and a merger.
 
-A family of them is a subclass of :class:`GridVision` that names what differs: the tower, its merger
-and attention, the fields of inputs, and the arithmetic of its processor.
+Each family of such models is a subclass of :class:`GridVision` that names the differences: the
+tower, its merger and attention, the fields of inputs, and the arithmetic of its processor.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ if TYPE_CHECKING:
 
 
 def _frame_time(vision_config: Any, seconds: float, frame: int) -> int:
-    """Position in time of a frame, where they are so many seconds apart (Qwen2-VL's kind)."""
+    """Position in time of a frame, at ``seconds`` between frames (Qwen2-VL's kind)."""
     factor = seconds * getattr(vision_config, "tokens_per_second", 1.0)
     return int(frame * factor)
 
 
 class GridVision(GridLayout):
-    """Vision side of such a model. Rows are tokens of width D, then those of deepstack levels.
+    """Vision side of such a model. A row holds D channels of its token, then the deepstack levels.
 
-    Under M-RoPE the positions of tokens follow as channels of their rows.
+    Under M-RoPE, channels with the token's position follow.
     """
 
     tower_name: ClassVar[str] = "visual"
@@ -67,17 +67,18 @@ class GridVision(GridLayout):
     merger_name: ClassVar[str]
     """Dotted name of the module that all patches enter before they are merged."""
     joined: ClassVar[bool] = False
-    """Whether the patches of a token enter it as one row."""
+    """Whether the patches of a token enter that module as one row."""
     cells: ClassVar[bool] = True
-    """Whether the tower has the patches of a token one behind another, else in raster order."""
+    """Whether the patches of a token are consecutive in the tower; otherwise they are in raster
+    order."""
     merger_cells: ClassVar[bool] = True
-    """Whether the merger has them so; else, too, in raster order."""
+    """Whether the patches of a token are consecutive in the merger; otherwise in raster order."""
     joined_images: ClassVar[bool] = True
     """Whether the patches of all images of a call come in one tensor."""
     ordered: ClassVar[bool] = False
-    """Whether rows stay in the order of their places, however their tokens were chosen."""
+    """Whether rows stay in the order of their places, in whatever order tokens were chosen."""
     resizes: ClassVar[bool] = True
-    """Whether the processor shrinks images as :meth:`shrink_to_budget`."""
+    """Whether the processor shrinks images as :meth:`shrink_to_budget` computes."""
 
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
         """Split the images, or videos, of one call."""
@@ -127,7 +128,7 @@ class GridVision(GridLayout):
         return rows
 
     def tower_order(self, grids: Tensor) -> Tensor | None:
-        """Indices ``(N,)`` of all tokens in the tower, in raster order; None where they are so."""
+        """Indices ``(N,)`` in the tower of all tokens in raster order; None if these are equal."""
         return None
 
     def find_merger(self) -> Merger:
@@ -138,7 +139,7 @@ class GridVision(GridLayout):
         )
 
     def merge_patches(self, patches: Tensor, grids: Tensor) -> Tensor:
-        """What each token gets of its patches ``(P, ...)``: their mean, ``(N, ...)``."""
+        """Mean of the patches of each token, ``(P, ...) -> (N, ...)``."""
         merge = self.merge
         if not self.cells:
             images = zip(
@@ -169,7 +170,7 @@ class GridVision(GridLayout):
         for i, (image, grid_of_image) in enumerate(
             zip(images, grids.tolist(), strict=True)
         ):
-            # Copies: a view would keep the whole batch alive in the cache.
+            # Copied, because a view would keep the whole batch alive in the cache.
             of_image: dict[Signal, Tensor] = {
                 signal: parts[i].clone() for signal, parts in split.items()
             }
@@ -180,7 +181,7 @@ class GridVision(GridLayout):
     def _run_tower(
         self, images: Sequence[ImageInputs], grids: Tensor
     ) -> tuple[Sequence[Tensor], Tensor | None]:
-        """Rows ``(N, D)`` of each image or video, and where known the tower's order of tokens."""
+        """Rows ``(N, D)`` of each image or video, and the tower's order of tokens, if known."""
         if VIDEO_PIXELS in images[0]:
             pixels = torch.cat([image[VIDEO_PIXELS] for image in images])
             inputs = {VIDEO_PIXELS: pixels, VIDEO_GRID: grids}
@@ -195,10 +196,10 @@ class GridVision(GridLayout):
     def _take_signals(
         self, grids: Tensor, lengths: Sequence[int], order: Tensor | None
     ) -> dict[Signal, Tensor]:
-        """What the hooks read of all tokens, in raster order.
+        """What the hooks have read of all tokens, in raster order.
 
-        ``lengths`` are the patches of each sequence of the tower's attention; ``order`` has the
-        indices of all tokens in the tower, as far as it is known.
+        ``lengths`` are the numbers of patches of each sequence in the tower's attention. ``order``
+        has the indices of all tokens within the tower, if known.
         """
         signals = {signal: hook.take() for signal, hook in self.merger.items()}
         if self.attention is not None:
@@ -247,14 +248,14 @@ class GridVision(GridLayout):
         )
 
     def model_parts(self) -> ModelParts:
-        """With the positions of frames, where text stands between them."""
+        """Parts of the model that policies read, with frame positions if text separates frames."""
         parts = super().model_parts()
         return replace(parts, set_times=set_times) if self.dates_frames else parts
 
     def _frame_times(self, image: ImageInputs, frames: int) -> list[int]:
-        """Position in time of each frame, as ``get_mrope_input_positions`` has them.
+        """Position in time of each frame, as ``get_mrope_input_positions`` computes it.
 
-        Those that follow text are set when it is known. An image is one frame.
+        Positions of frames after text are set later, when the text is known. An image is one frame.
         """
         if self.dates_frames:
             return [0] * frames
@@ -265,9 +266,9 @@ class GridVision(GridLayout):
     def _encode_cells(
         self, pixels: Tensor, grids: Tensor, anchors: Sequence[Tensor | None]
     ) -> tuple[Sequence[Tensor], Tensor | None]:
-        """Rows ``(M, D)`` of each image, and raster order of all tokens within the tower.
+        """Rows ``(M, D)`` of each image, and the raster order of all tokens within the tower.
 
-        Images that are encoded whole have all of their cells.
+        For an image that is encoded whole, all cells are kept.
         """
         tower = CellTower(self._model.visual)
         cells = []
@@ -280,18 +281,18 @@ class GridVision(GridLayout):
             rows = run_dp_sharded_mrope_vision_model(
                 tower, pixels, cells, rope_type="rope_3d"
             )
-            return rows, None  # nothing is read inside of such a tower
+            return rows, None  # policies read nothing inside such a tower
         return tower(pixels, cells).split(
             [len(grid.kept) for grid in cells]
         ), tower.order
 
-    # Arithmetic of the processor, in the API server.
+    # Arithmetic of the processor, used in the API server.
 
     @staticmethod
     def count_tokens(
         info: Any, size: ImageSize, kwargs: Mapping[str, object]
     ) -> TokenCount:
-        """Merged tokens of an image, resized as the processor resizes it."""
+        """Number of merged tokens of an image, resized as the processor resizes it."""
         tokens = info.get_num_image_tokens(
             image_width=size.width,
             image_height=size.height,
@@ -302,14 +303,14 @@ class GridVision(GridLayout):
 
     @classmethod
     def count_largest(cls, info: Any) -> TokenCount:
-        """Merged tokens of the image that has most of them."""
+        """Number of merged tokens of the image that has most of them."""
         return TokenCount(info.get_max_image_tokens())
 
     @classmethod
     def measure(cls, info: Any, item: ItemFields) -> ItemSize:
         """Positions that ``get_mrope_input_positions`` gives a whole image or video, and T.
 
-        Those of videos that are never pruned are not counted, nor those of an item without a grid.
+        The span is None for videos that are never pruned, and for an item without a grid.
         """
         vision = info.get_hf_config().vision_config
         field = item.get(
@@ -330,10 +331,10 @@ class GridVision(GridLayout):
 
     @staticmethod
     def shrink_to_budget(info: Any, size: ImageSize, budget: int) -> ImageSize:
-        """The size that the processor's own arithmetic gives an image of at most K merged tokens.
+        """Largest size of an image with at most K merged tokens, by the processor's arithmetic.
 
-        It leaves a very long and narrow image more than K tokens; the longer side of such an image
-        is shortened further.
+        That arithmetic leaves a very long and narrow image more than K tokens; the longer side of
+        such an image is then shortened further.
         """
         vision = info.get_hf_config().vision_config
         unit = vision.patch_size * vision.spatial_merge_size
@@ -354,7 +355,7 @@ def prune_grid(
 ) -> type[PrunedModel]:
     """The pruned form of one of vLLM's classes; ``merger`` is the class of its patch merger."""
     calls: tuple[str, ...] = ("_parse_and_validate_image_input", "_process_image_input")
-    # A class has the first where it has M-RoPE, and the second where vLLM can prune its videos.
+    # A class has the first method if it has M-RoPE, and the second if vLLM can prune its videos.
     of_mrope = ("get_mrope_input_positions", "recompute_mrope_positions")
     positions = tuple(name for name in of_mrope if hasattr(stock, name))
     placeholders = Placeholders(

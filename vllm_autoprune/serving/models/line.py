@@ -1,12 +1,12 @@
-"""Positions of one axis: tokens of a pruned image on the line of the whole prompt.
+"""Positions with one axis: kept tokens stand at their positions in the unpruned prompt.
 
-Runners keep two axes: the position of each token, and beside it the one at which the rows of its
-image begin, so that a token is placed alike however often it is. Of a token without a row that
-second number is below 0, and says where decoding goes on::
+Runners keep two rows of positions: the position of each token, and the position at which the rows
+of its image begin, so that placing a token repeatedly has the same result. For a token without a
+row the second number is negative, and encodes the position at which decoding continues::
 
     whole     [text 0 1][image 2 3 4 5 6 7 8 9][text 10 11]
     pruned    [text 0 1][      4     7       ][text 10 11]
-    beside   [    -13..][      2     2       ][    -13   ]
+    second   [    -13..][      2     2       ][    -13   ]
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class PrunedLine(PlacedModel):
-    """Mixin before stock classes whose positions have one axis."""
+    """Mixin for stock classes whose positions have one axis."""
 
     autoprune_overrides: ClassVar[tuple[str, ...]] = ("forward",)
 
@@ -37,7 +37,7 @@ class PrunedLine(PlacedModel):
         *args: object,
         **kwargs: object,
     ) -> Any:
-        """As stock, with the positions of the tokens alone."""
+        """As stock, with the first row of positions only."""
         if positions.dim() == 2:
             positions = positions[0]
         return super().forward(input_ids, positions, *args, **kwargs)
@@ -45,7 +45,7 @@ class PrunedLine(PlacedModel):
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
     ) -> tuple[Tensor, int]:
-        """Positions of the prompt with whole images; no stock class here has any."""
+        """Positions of the prompt with whole images; no stock class here has this method."""
         if self.autoprune is None:  # without a tower there are no images
             return self.autoprune_consecutive(len(input_tokens)), 0
         return super().get_mrope_input_positions(input_tokens, mm_features)
@@ -81,7 +81,7 @@ class PrunedLine(PlacedModel):
         return torch.stack([placed, positions[1]])
 
     def autoprune_delta(self, positions: Tensor) -> int:
-        """What decoding adds, by the end that tokens without rows have beside them."""
+        """What decoding adds to the prompt's length, from the mark of tokens without rows."""
         # Model Runner V1 asks in every step of a request; most prompts begin or end with text.
         mark = min(int(positions[1, 0]), int(positions[1, -1]))
         if mark >= 0:
@@ -91,9 +91,9 @@ class PrunedLine(PlacedModel):
 
 
 def _mark_end(end: int) -> int:
-    """What tokens without rows have beside their position: where decoding goes on.
+    """Second number of tokens without rows, which encodes the position where decoding continues.
 
-    Its own inverse.
+    It is its own inverse.
     """
     return -1 - end
 
@@ -105,8 +105,8 @@ def lay_on_line(
 ) -> tuple[Tensor, int]:
     """Positions ``(2, L)`` of a prompt of L tokens with whole images, and what decoding adds.
 
-    ``places`` are the placeholders of its items. Rows of items that are placed all stand where
-    their image begins, until it is known which tokens they are of.
+    ``places`` are the placeholders of its items. Until it is known which tokens are kept, all rows
+    of a placed item stand at the position where their image begins.
     """
     positions = torch.arange(length)
     beside = torch.full((length,), -1)
@@ -139,6 +139,6 @@ def lay_on_line(
 
 
 def _find_rows(place: PlaceholderRange) -> Tensor:
-    """The tokens ``(K,)`` of a prompt that the rows of an item stand for; text has none."""
+    """The prompt tokens ``(K,)`` that are rows of an item, without its text."""
     rows = torch.arange(place.offset, place.offset + place.length)
     return rows if place.is_embed is None else rows[place.is_embed]

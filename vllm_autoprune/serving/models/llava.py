@@ -58,17 +58,21 @@ _Tiles = tuple[Tensor, Signals]
 
 
 def _split_by_image(inputs: EncoderInputs, *names: str) -> list[dict[str, Tensor]]:
-    """Fields that hold one entry an image, stacked or in a list, as one mapping an image."""
+    """The named fields of each image, as one mapping per image.
+
+    Each field holds one entry per image, in a stacked tensor or in a list.
+    """
     entries = zip(*(inputs[name] for name in names), strict=True)
     return [dict(zip(names, parts, strict=True)) for parts in entries]
 
 
 _LAYERS = "vision_tower.vision_model.encoder.layers"
-"""Up to the one that the model reads: vLLM builds no more (all but the last of LLaVA-1.5's)."""
+"""The layers up to the one that the model reads: vLLM builds no more (all but the last of
+LLaVA-1.5's)."""
 
 
 class _ClipVision(Vision):
-    """Vision side with a CLIP tower: [CLS], and every layer that policies read."""
+    """Vision side with a CLIP tower, which has [CLS] and every layer that policies read."""
 
     _model: LlavaForConditionalGeneration
     layers = _LAYERS
@@ -86,14 +90,14 @@ class _ClipVision(Vision):
         )
 
     def _project(self, rows: Tensor) -> Tensor:
-        """Rows of the vision tower ``(..., Dv)`` through the model's projector, ``(..., D)``."""
+        """Project rows of the vision tower, ``(..., Dv) -> (..., D)``, by the model's projector."""
         projected: Tensor = self._model.multi_modal_projector(
             rows.to(self.sample_weight.dtype)
         )
         return projected
 
     def model_parts(self) -> ModelParts:
-        """Parts of the model that policies read: also projector and the language model's layers."""
+        """Parts of the model that policies read, with projector and first language layers."""
         parts = super().model_parts()
         language = None
         if "language" in self.needs:
@@ -104,13 +108,13 @@ class _ClipVision(Vision):
     def capture_weights(
         self, weights: Iterable[tuple[str, Tensor]]
     ) -> Iterable[tuple[str, Tensor]]:
-        """Also copy the next layer, which is in the checkpoint and not in the model."""
+        """As the base class; also copy the next layer, which the model itself leaves out."""
         if self._next is None:
             return weights
         return self._next.capture_weights(weights, self.sample_weight)
 
     def finish_loading(self) -> None:
-        """Finish loading, and require the weights of the next layer where the state reads it."""
+        """Finish loading, and require the weights of the next layer if the state reads it."""
         super().finish_loading()
         if self._next is not None:
             self._next.require_weights()
@@ -154,7 +158,7 @@ class LlavaVision(_ClipVision):
         projected, signals = self.encode_tiles(pixels)
         features = []
         for i in range(len(images)):
-            # Rows are copied: a view would keep the whole batch alive in the cache.
+            # Copied, because a view would keep the whole batch alive in the cache.
             of_image: Signals = {
                 signal: part[i].clone() for signal, part in signals.items()
             }
@@ -163,21 +167,20 @@ class LlavaVision(_ClipVision):
         return features
 
 
-# Any-resolution images: a base view, then crops stitched into one map with a newline a row.
-#
-# The model's own code joins the crops. The origin of each row is determined by sending marked tiles
-# through it, so padding is cut off and rows are counted as the model does.
+# Any-resolution images: a base view, then crops stitched into one map with a newline per row.
+# The model's own code joins the crops. Marked tiles are sent through it to find out where each row
+# comes from, so that padding is cut off and rows are counted exactly as in the model.
 
 
 class _RegionLayout(NamedTuple):
-    """A region of the joined rows, as in :class:`Region`."""
+    """Layout of one region of the joined rows; see :class:`Region`."""
 
     grid: Grid
-    """Its layout."""
+    """Layout of the tokens."""
     order: Tensor
     """``(N,)``: the index of each token among the joined rows."""
     share: int
-    """Tiles that it came from."""
+    """Number of vision-tower tiles that the region came from."""
 
 
 class _JoinedVision(Vision):
@@ -191,7 +194,7 @@ class _JoinedVision(Vision):
 
     @abstractmethod
     def merge(self, model: Any, size: Any, tiles: Tensor, newline: Tensor) -> Tensor:
-        """The model's own code that joins the tiles of one image; it reads what ``model`` has."""
+        """Join the tiles of one image by the model's own code, called with ``model`` as self."""
 
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
         """Split the images of one call of ``embed_multimodal``."""
@@ -215,7 +218,7 @@ class _JoinedVision(Vision):
             tiles = slice(start, start + len(image["pixel_values"]))
             start = tiles.stop
             rows = self._join(image, projected[tiles], newline)
-            # The signals of tokens are joined like the tokens.
+            # The signals of tokens are joined in the same way as the tokens.
             joined: dict[Signal, Tensor] = {}
             for signal, part in signals.items():
                 if signal != "tower_cls":
@@ -246,19 +249,19 @@ class _JoinedVision(Vision):
         return features
 
     def _join(self, image: ImageInputs, tiles: Tensor, newline: Tensor) -> Tensor:
-        """From tiles ``(T, n, C)`` and a newline ``(C,)`` to the rows ``(R, C)`` of the model."""
-        # Any other part of the model is not read, so it can be called with marked tiles.
+        """Join tiles ``(T, n, C)`` and a newline ``(C,)`` to the rows ``(R, C)`` of the model."""
+        # No other part of the model is read, so its code can be called with marked tiles.
         model = SimpleNamespace(config=self._model.config, image_newline=newline)
         return self.merge(model, image["image_sizes"], tiles, newline)
 
     def _compute_layout(self, image: ImageInputs) -> tuple[list[_RegionLayout], int]:
         """Regions of the rows that the model makes of an image, and the number of newlines.
 
-        Where no padding was cut off, base view and crops are the T equal tiles that published
-        policies split a budget over. Otherwise crops are one region of the shape that is left, and
-        its share of a budget is that of the tiles it came from. By the image's size: processed
-        beside a larger one, it has blank tiles as well, which go through the tower, as in the stock
-        model, and are left out where tiles are joined.
+        If no padding was cut off, base view and crops are the T equal tiles over which published
+        policies split a budget. Otherwise the crops are one region of the remaining shape, whose
+        share of a budget is that of the tiles it came from. The layout follows from the image's
+        size: an image that was processed beside a larger one also has blank tiles, which go through
+        the tower, as in the stock model, and are left out when tiles are joined.
         """
         vision = self._model.config.vision_config
         side = vision.image_size // vision.patch_size
@@ -286,7 +289,7 @@ class _JoinedVision(Vision):
 
 
 def _count_tiles(config: LlavaNextLikeConfig, height: int, width: int) -> int:
-    """Count the tiles of an image of this size: the base view and its crops."""
+    """Number of tiles of an image of this size: the base view and its crops."""
     rows, columns = get_anyres_image_grid_shape(
         (height, width), config.image_grid_pinpoints, config.vision_config.image_size
     )
@@ -304,9 +307,9 @@ class _LlavaNextVision(_ClipVision, _JoinedVision):
 
 
 class _OnevisionVision(_JoinedVision):
-    """The vision side of LLaVA-OneVision: a SigLIP tower; crops are shrunk where there are many.
+    """The vision side of LLaVA-OneVision: a SigLIP tower; many crops are shrunk.
 
-    Frames of a video are pooled, and a newline follows the last.
+    Frames of a video are pooled, and a newline follows the last frame.
     """
 
     _model: LlavaOnevisionForConditionalGeneration
@@ -373,9 +376,9 @@ class _OnevisionVision(_JoinedVision):
 
 
 class _PrunedOnevision(PrunedLine):
-    """Also serves videos of several lengths at once.
+    """LLaVA-OneVision, which also serves videos of different lengths in one call.
 
-    Why: stock gives their rows as ``(1, N, D)`` then, at which vLLM's runner ends the engine.
+    Why: in that case stock returns rows as ``(1, N, D)``, which makes vLLM's runner end the engine.
     Remove when: ``_process_video_pixels`` gives ``(N, D)``.
     """
 
@@ -395,14 +398,14 @@ def _count_joined_tokens(
 
 
 def _measure(info: LlavaNextProcessingInfo, item: ItemFields) -> ItemSize:
-    """Frames of a processed video."""
+    """Size of a processed video: its number of frames."""
     return ItemSize(frames=len(item[VIDEO_PIXELS].data) if VIDEO_PIXELS in item else 0)
 
 
 _PLACEHOLDERS = Placeholders(
     lambda info, size, kwargs: TokenCount(
         info.get_max_image_tokens()
-    ),  # all are one tile
+    ),  # all frames are one tile
     lambda info: TokenCount(info.get_max_image_tokens()),
     lambda info: info.get_hf_config().image_token_index,
 )

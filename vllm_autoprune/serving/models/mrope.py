@@ -1,8 +1,8 @@
 """M-RoPE: positions of kept tokens in time, height and width, and the mixin that sets them.
 
-Every kept token keeps its unpruned position, unless its item is packed. Text has the positions it
-has after unpruned images, so they are known when a request arrives. Positions of image tokens are
-trailing channels of their rows, because they are known only after the selection.
+Every kept token keeps its unpruned position, unless its item is packed. Text has the positions that
+it has after unpruned images, so they are known when a request arrives. Positions of image tokens
+are trailing channels of their rows, because they are known only after the selection.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _CHANNELS = count_channels(MROPE)
 
 _TEXT = -1
-"""In place of the tokens of an item that stand like text: no model has this id."""
+"""Replaces the ids of tokens that stand one after the other like text: no model has this id."""
 
 
 def position_channels(
@@ -68,14 +68,14 @@ def _compute_input_positions(
 ) -> tuple[Tensor, int]:
     """Positions ``(3, L)`` of a prompt, and what decoding adds to its length.
 
-    ``unpruned`` are the tokens of every whole image or video, by its index in ``features``; those
-    whose rows have no positions are left out. ``firsts`` gives the index of the first item of its
-    image for every other one (:func:`.match_items`). The model's own code places the whole images;
-    then placeholders that are not there are left out. Tokens of an item of which some are missing,
-    and those of later items, all stand at their image's first position until
-    :func:`_place_image_tokens` knows the kept ones; in width beyond it, where they are of a video,
-    by which these can be told from placed tokens. ``widths`` are those of videos. Tokens of
-    ``packed`` items stand one after the other, like text.
+    ``unpruned`` are the tokens of every whole image or video, by its index in ``features``; items
+    whose rows have no positions are left out. ``firsts`` maps every later item of an image to the
+    image's first item (:func:`.match_items`). The model's own code places the whole images, and
+    then the positions of missing placeholders are removed. The tokens of an item that lacks some,
+    and those of later items of its image, all stand at their image's first position until
+    :func:`_place_image_tokens` knows the kept tokens. Tokens of a video stand beyond that position
+    in width, which distinguishes them from placed tokens; ``widths`` are the widths of videos.
+    Tokens of ``packed`` items stand one after the other, like text.
     """
     full: list[int] = []
     source: list[int] = []
@@ -91,7 +91,7 @@ def _compute_input_positions(
             done = end
             continue
         if i not in unpruned:
-            # Others are never shortened; audio may stand within a video (Qwen-Omni).
+            # Other items are never shortened; audio may stand within a video (Qwen-Omni).
             offset = len(full) + place.offset - done
             moved.append(
                 replace(features[i], mm_position=replace(place, offset=offset))
@@ -107,7 +107,7 @@ def _compute_input_positions(
         full += unpruned[i]
         length = len(unpruned[i])
         stretch = replace(place, offset=start, length=length)
-        if i in widths:  # text may stand between its tokens
+        if i in widths:  # text may stand between the tokens of a video
             stretch = replace(
                 stretch, is_embed=torch.tensor(unpruned[i]) == ids[place.offset]
             )
@@ -135,11 +135,11 @@ def _place_image_tokens(
 ) -> Tensor:
     """Set the positions of the image tokens of one prefill step in ``(3, L)``.
 
-    ``channels`` are those of the step's image rows, ``(m, 6)`` each, in prompt order; the
-    step begins at token ``computed``; ``images`` are the token ids of images and videos. All
-    count from the first position of their image, however often this is done. With ``moves_all``
-    time moves a token on all axes. Rows with channels below 0 leave their tokens where they are. No
-    host sync.
+    ``channels`` are those of the step's image rows, ``(m, 6)`` each, in prompt order. The step
+    begins at token ``computed``. ``images`` are the token ids of images and videos. Every position
+    is computed from the first position of its image, so repeating this changes nothing. With
+    ``moves_all``, time is added on all axes. Rows with channels below 0 leave their tokens where
+    they are. No host sync.
     """
     offsets, is_set = decode_offsets([part.to(positions.device) for part in channels])
     if moves_all:
@@ -149,8 +149,9 @@ def _place_image_tokens(
     selected, row = match_rows(is_image, computed, len(is_set))
     selected &= is_set[row]
     offsets = offsets[:, row]
-    # A token that was placed before (of a request that was preempted) is as far from the first
-    # position on every axis; others are there in time, and no width is beyond its own grid's.
+    # A token that was placed before, in a request that was preempted, has the same offset from the
+    # first position on every axis. Other tokens are at the first position in time, and in width
+    # never beyond their own grid.
     base = positions - offsets
     was_placed = (base[0] == base[1]) & (base[0] == base[2])
     placed = torch.where(was_placed, base[0], positions[0]) + offsets
@@ -158,27 +159,29 @@ def _place_image_tokens(
 
 
 class GridLayout(Vision):
-    """What is said of the grids of a model's images, and of the rows of their tokens."""
+    """Grids of a model's images, and the tokens that they consist of."""
 
     _model: Any
     grids: ClassVar[str] = IMAGE_GRID
-    """Field of patches: ``(B, 3)`` in time, height and width, or ``(B, 2)``, on the CPU."""
+    """Field with the patches: ``(B, 3)`` in time, height and width, or ``(B, 2)``, on the CPU."""
     image_token: ClassVar[str] = "image_token_id"
-    """Field of the configuration with the id of an image's token."""
+    """Configuration field with the id of an image's placeholder token."""
     videos_share_token: ClassVar[bool] = False
     """Whether frames of videos have that token too."""
     video_token: ClassVar[str] = ""
-    """Field with the id of the token of videos; empty where they are left whole."""
+    """Configuration field with the id of a video's placeholder token; empty if videos are left
+    whole."""
     dates_frames: ClassVar[bool] = False
-    """Whether text stands between the frames of a video, behind which each begins anew."""
+    """Whether text stands between the frames of a video, so that positions restart at each frame.
+    """
 
     @property
     def merge(self) -> int:
-        """Patches on each side of a token."""
+        """Side, in patches, of the square that becomes one token."""
         return int(self._model.config.vision_config.spatial_merge_size)
 
     def count(self, grid: Tensor) -> int:
-        """Tokens N of an image, by its row of :attr:`grids`; raises RequestError for too many."""
+        """Number of tokens N of an image, by its row of :attr:`grids`; raises RequestError."""
         tokens = prod(grid.tolist()) // self.merge**2
         if not 0 < tokens <= MAX_VIDEO_TOKENS:
             raise plan_error(f"is of a grid of {tokens} tokens")
@@ -186,7 +189,7 @@ class GridLayout(Vision):
 
 
 class PrunedMRope(PlacedModel):
-    """Mixin before stock classes with M-RoPE."""
+    """Mixin for stock classes with M-RoPE."""
 
     autoprune_vision: ClassVar[type[GridLayout]]
 
@@ -198,7 +201,7 @@ class PrunedMRope(PlacedModel):
 
     @property
     def autoprune_counts_all(self) -> bool:
-        """Whether videos have the tokens of images, or are pruned too."""
+        """Whether videos share the token of images, or are pruned too."""
         return self._layout.videos_share_token or bool(self._layout.video_token)
 
     def autoprune_consecutive(self, length: int) -> Tensor:
@@ -208,7 +211,7 @@ class PrunedMRope(PlacedModel):
     def autoprune_positions(
         self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
     ) -> tuple[Tensor, int]:
-        """Positions ``(3, L)`` of the prompt with whole images; raises for grids of none."""
+        """Positions ``(3, L)`` of the prompt with whole images; raises for grids of no image."""
         vision = self._layout
         stock = super(PlacedModel, self).get_mrope_input_positions
         unpruned = dict[int, Sequence[int]]()
@@ -248,9 +251,9 @@ class PrunedMRope(PlacedModel):
         return _place_image_tokens(ids, positions, channels, tokens, computed, dates)
 
     def autoprune_delta(self, positions: Tensor) -> int:
-        """What decoding adds.
+        """What decoding adds to the prompt's length.
 
-        Model Runner V1 has no way to leave it as it was known, so there a prompt that ends in an
-        image, without the token that closes it, goes on after the last kept token.
+        Model Runner V1 cannot keep the delta that was known before, so there a prompt that ends in
+        an image, without a closing token, continues after the last kept token.
         """
         return int(positions.max()) + 1 - positions.shape[1]

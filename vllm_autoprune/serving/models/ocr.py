@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 class _RasterVision(GridVision):
-    """Vision side that encodes images one by one, the patches of each in raster order."""
+    """Vision side that encodes images one by one, with the patches of each in raster order."""
 
     cells = merger_cells = False
 
     @classmethod
     def count_largest(cls, info: Any) -> TokenCount:
-        """Merged tokens of the image that has most of them."""
+        """Number of merged tokens of the image that has most of them."""
         return cls.count_tokens(info, info.get_image_size_with_most_features(), {})
 
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
@@ -44,7 +44,7 @@ class _RasterVision(GridVision):
 
 
 class _PaddleVision(_RasterVision):
-    """PaddleOCR-VL, whose tower gets one image at a time in vLLM 0.32 too."""
+    """PaddleOCR-VL, whose tower takes one image at a time, in vLLM 0.32 too."""
 
     layers = "visual.vision_model.encoder.layers"
     attention_name = "self_attn.attn"
@@ -64,11 +64,11 @@ class _LightOnVision(_RasterVision):
 
     @property
     def merge(self) -> int:
-        """Patches on each side of a token."""
+        """Side, in patches, of the square that becomes one token."""
         return int(self._model.config.spatial_merge_size)
 
     def find_grids(self, inputs: EncoderInputs) -> Tensor:
-        """Patches of each image in height and width, ``(B, 2)``."""
+        """Number of patches of each image in height and width, ``(B, 2)``."""
         sizes = torch.tensor([pixels.shape[-2:] for pixels in inputs["pixel_values"]])
         return sizes // self._model.config.vision_config.patch_size
 
@@ -76,7 +76,7 @@ class _LightOnVision(_RasterVision):
     def count_tokens(
         info: Mistral3ProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]
     ) -> TokenCount:
-        """Merged tokens of an image, resized as the processor resizes it, without breaks."""
+        """Number of merged tokens of an image, resized as by the processor, without row breaks."""
         encoder = info.get_vision_encoder_info(kwargs)
         tokens = encoder.get_num_image_tokens(
             image_width=size.width, image_height=size.height
@@ -85,16 +85,16 @@ class _LightOnVision(_RasterVision):
 
 
 class _Mistral3Vision(_LightOnVision):
-    """Mistral 3 (Mistral Small 3.1, Ministral 3), with a break behind each row.
+    """Mistral 3 (Mistral Small 3.1, Ministral 3), with a break token after each row.
 
-    All breaks stay where they are: the language model has 1-D positions, so that a token's row is
-    the number of breaks before it.
+    All breaks keep their places: the language model has 1-D positions, so a token's row in the
+    image can only be told by the number of breaks before it.
     """
 
     ordered = True
 
     def find_merger(self) -> Merger:
-        """The merging layer, which gets the patches of a token as one row, channel by channel."""
+        """The merging layer, which takes the patches of a token as one row, channel by channel."""
         layer = self._model.multi_modal_projector.patch_merger.merging_layer
         return Merger(layer, self.merge**2, layer, joined=True, channels_first=True)
 

@@ -1,8 +1,8 @@
-"""Mixin whose kept tokens stand where they stood: positions that a model computes for its runner.
+"""Mixin for models whose kept tokens keep their places: positions that the model computes.
 
-Where text stands is known when a request arrives; where image tokens stand only after the
-selection, so that they come as trailing channels of their rows. Each channel is a digit of base
-256, to which bfloat16 is exact.
+Positions of text are known when a request arrives. Positions of image tokens are known only after
+the selection, so they travel as trailing channels of the rows. Each channel is a digit in base 256,
+which bfloat16 represents exactly.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ else:
     _Stock = object
 
 _EMBEDS = "prompt_embeds"
-"""Modality of parts of a prompt that come as embeddings, which runners count as text."""
+"""Modality of parts of a prompt that are sent as embeddings, which runners count as text."""
 
 _UNBOUNDED = (1 << 31) - 1
-"""Positions of a model without a table of rotations."""
+"""Number of positions of a model without a table of rotations."""
 
 
 class PlacedModel(PrunedModel, _Stock):
-    """Mixin before stock classes whose rows carry the positions of their tokens."""
+    """Mixin for stock classes whose rows carry the positions of their tokens."""
 
     supports_mrope: ClassVar[Literal[True]] = True
     supports_multimodal_pruning: ClassVar[Literal[True]] = True
-    """vLLM asks a model for positions anew only where it says this."""
+    """vLLM asks a model again for positions only if it declares this."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         model_config = vllm_config.model_config
@@ -51,7 +51,7 @@ class PlacedModel(PrunedModel, _Stock):
         # Some classes with M-RoPE serve checkpoints without it too.
         self.autoprune_axes: int = model_config.mrope_num_dims
         if self.autoprune is not None:
-            # Videos are handled by the stock model.
+            # The stock model handles videos.
             self.is_multimodal_pruning_enabled = False
             self.autoprune_context: int = model_config.max_model_len
             buffers = self.get_language_model().named_buffers()
@@ -62,7 +62,7 @@ class PlacedModel(PrunedModel, _Stock):
 
     @property
     def autoprune_counts_all(self) -> bool:
-        """Whether rows without positions are counted with those that have them."""
+        """Whether rows without positions are counted together with rows that have them."""
         return True
 
     @abstractmethod
@@ -71,7 +71,7 @@ class PlacedModel(PrunedModel, _Stock):
     ) -> tuple[Tensor, int]:
         """Positions ``(A, L)`` of the prompt with whole images, and what decoding adds.
 
-        Raises for what its items cannot be.
+        Raises for items that are not possible.
         """
 
     @abstractmethod
@@ -84,21 +84,21 @@ class PlacedModel(PrunedModel, _Stock):
     ) -> Tensor:
         """Set the positions of the image tokens of one prefill step in ``(A, L)``.
 
-        ``channels`` are those of the step's image rows in prompt order, below 0 where a token stays
-        where it is; the step begins at token ``computed``. However often this is done, the result
-        is the same. No host sync.
+        ``channels`` are those of the step's image rows in prompt order, below 0 if a token stays
+        where it is. The step begins at token ``computed``. Repeating this changes nothing. No host
+        sync.
         """
 
     @abstractmethod
     def autoprune_delta(self, positions: Tensor) -> int:
-        """What decoding adds to the prompt's length, by positions on the CPU."""
+        """What decoding adds to the prompt's length, from positions on the CPU."""
 
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
     ) -> tuple[Tensor, int]:
         """Positions of the prompt with whole images, as stock (``SupportsMRoPE``).
 
-        Where there are none, of grids and text that no server makes, tokens follow each other.
+        For grids and text that no server makes, which have no positions, tokens follow each other.
         """
         if self.autoprune is None:
             return super().get_mrope_input_positions(input_tokens, mm_features)
@@ -123,7 +123,7 @@ class PlacedModel(PrunedModel, _Stock):
             return self.autoprune_consecutive(length), 0
 
     def autoprune_read_plan(self, feature: MultiModalFeatureSpec) -> ItemPlan | None:
-        """The plan of an item; None where it has none."""
+        """The plan of an item; None if it has none."""
         if feature.data is None or FIELD not in feature.data:
             return None
         (plan,) = self.autoprune_plan_reader.read([feature.data[FIELD].data])
@@ -144,12 +144,13 @@ class PlacedModel(PrunedModel, _Stock):
     ) -> tuple[Sequence[Tensor], Tensor, int]:
         """Split position channels off the rows, and set the positions of this step's image tokens.
 
-        No position is beyond the model's table, whatever channels an image has. The stock method
-        (``SupportsMultiModalPruning``) moves text on by an image's width, which is wrong for one
-        that is higher than wide. What decoding adds to the prompt's length was known before.
+        No position is beyond the model's table, whatever the channels of an image are. The stock
+        method (``SupportsMultiModalPruning``) moves text on by an image's width, which is wrong for
+        an image that is higher than wide. What decoding adds to the prompt's length was known
+        before.
         """
         vision = self.autoprune
-        if vision is None:  # vLLM's own pruning of videos
+        if vision is None:  # vLLM prunes the videos itself
             return super().recompute_mrope_positions(
                 input_ids, multimodal_embeddings, mrope_positions, num_computed_tokens
             )
@@ -184,11 +185,11 @@ class PlacedModel(PrunedModel, _Stock):
 
 
 def match_items(plans: Mapping[int, ItemPlan]) -> dict[int, int]:
-    """Map each delta and each recall to the item that its image's positions begin at.
+    """Map each delta and each recall to the item at which the positions of its image begin.
 
-    ``plans`` by item, in prompt order. Deltas come in the order of their cores, and no core of
-    another image has the same key. An image may be shown several times: a recall belongs to the
-    last one.
+    ``plans`` are by item, in prompt order. Deltas come in the order of their cores, and no core of
+    another image has the same key. An image may be shown several times: a recall belongs to its
+    last occurrence.
     """
     waiting: dict[Key, list[int]] = {}
     last: dict[Key, int] = {}

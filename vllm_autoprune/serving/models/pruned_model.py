@@ -1,7 +1,7 @@
 """Mixin that prunes the images of a stock model class, the same for all backbones.
 
-It encodes the images of a call with the model's vision side, and selects their tokens; an image
-that cannot be encoded is lost alone.
+It encodes the images of a call with the model's vision side and selects their tokens. An image that
+cannot be encoded does not affect the others.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ else:
 
 
 class PrunedModel(_Stock):
-    """Mixin before a stock model class: K of N visual tokens, where a state is served.
+    """Mixin for a stock model class that keeps K of N visual tokens if a state is served.
 
     Without a state on the model config it is the stock model.
     """
@@ -93,18 +93,21 @@ class PrunedModel(_Stock):
     def autoprune_split(
         self, items: Sequence[MultiModalKwargsItem | None]
     ) -> list[slice]:
-        """Runs of neighbouring items whose images have as many tokens, N, as memory profiling saw.
+        """Runs of neighbouring items with at most the tokens that memory profiling measured.
 
-        That is vLLM's own encoder budget, rounded down to whole images of the largest size. An
-        image with more than that is a run of its own. Counted from the pixels while they are on
-        the CPU, because a count sent with the request could be forged. So is an item that cannot
-        be split off, or that vLLM cannot batch with its neighbours.
+        That number is vLLM's own encoder budget, rounded down to whole images of the largest size.
+        An image with more tokens is a run of its own. Tokens are counted from the pixels, while
+        these are on the CPU, because a count sent with the request could be forged. An item that
+        cannot be split off, or that vLLM cannot batch with its neighbours, is also a run of its
+        own.
         """
         vision = self.autoprune
         if vision is None:
             return [slice(0, len(items))]
         bound = self.autoprune_profiled or self.autoprune_budget
-        sizes = [0] * len(items)  # of inputs without a plan, which vLLM counts itself
+        sizes = [0] * len(
+            items
+        )  # 0 for inputs without a plan, which vLLM counts itself
         kinds: list[Hashable] = [None] * len(items)
         for i, item in enumerate(items):
             if item is not None and FIELD in item:
@@ -129,7 +132,7 @@ class PrunedModel(_Stock):
         try:
             return self.autoprune_rows(plans, kwargs)
         except Exception as error:  # the engine must survive any tensors
-            # vLLM has to see that the largest images do not fit.
+            # In profiling vLLM has to see that the largest images do not fit.
             if any(plan.profile for plan in plans) or leaves_ranks_apart(error):
                 raise
             return [self.autoprune_blank(plan, error) for plan in plans]
@@ -137,7 +140,7 @@ class PrunedModel(_Stock):
     def autoprune_blank(self, plan: ItemPlan, error: Exception) -> Tensor:
         """Rows ``(K, D + E)`` of zeros for an image that cannot be encoded, which is counted.
 
-        vLLM has no way to end one request from a worker, and without rows the engine ends.
+        vLLM has no way to end a single request from a worker, and without rows the engine ends.
         """
         assert self.autoprune is not None
         self.autoprune_reporter.report_lost(error, self.autoprune.sample_weight.device)
@@ -155,23 +158,23 @@ class PrunedModel(_Stock):
         if any(plan.profile for plan in plans):
             tokens = sum(image.tokens for image in images)
             self.autoprune_profiled = max(self.autoprune_profiled, tokens)
-            # Of the largest image; vLLM warns of what is compiled once it serves.
+            # For the largest image; vLLM warns of compilations once it serves.
             compile_for(
                 max(image.tokens for image in images), vision.sample_weight.device
             )
-            # All dummy images are equal; caching them would measure too little memory.
+            # All dummy images are equal, so caching them would measure too little memory.
             features = vision.encode([image.inputs for image in images])
             return self._autoprune_select(plans, features)
-        # Times that are not published would be kept forever.
+        # Times that are not published would accumulate.
         metrics = self.autoprune_metrics if is_rank_zero() else None
         try:
             rows = self._autoprune_encode(plans, images, metrics)
-        except Exception as error:  # of one image, mostly that memory runs out
+        except Exception as error:  # for one image, mostly because memory runs out
             if leaves_ranks_apart(error):
                 raise
             reporter.report_error(error, "encoding the images of its step one by one")
             rows = []
-        # Beyond the handler, which holds what has been allocated.
+        # Outside the handler, because the exception keeps alive what was allocated.
         if len(rows) < len(images):
             vision.cache.clear()
             pairs = zip(plans, images, strict=True)
@@ -189,7 +192,7 @@ class PrunedModel(_Stock):
         images: Sequence[ModelImage],
         metrics: WorkerMetrics | None,
     ) -> list[Tensor]:
-        """Rows of images that are encoded in one pass, whose features are cached."""
+        """Rows of images that are encoded in one pass and whose features are cached."""
         vision = self.autoprune
         assert vision is not None
         inputs = [image.inputs for image in images]
@@ -203,7 +206,7 @@ class PrunedModel(_Stock):
     def _autoprune_encode_alone(
         self, plan: ItemPlan, image: ModelImage, metrics: WorkerMetrics | None
     ) -> Tensor:
-        """Rows of one image; zeros where it cannot be encoded alone either."""
+        """Rows of one image, which are zeros if it cannot be encoded alone either."""
         try:
             (rows,) = self._autoprune_encode([plan], [image], metrics)
         except Exception as error:
@@ -227,8 +230,8 @@ class PrunedModel(_Stock):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """As stock; also loads other weights that the state reads, so that vLLM counts them.
 
-        Features of the old weights are dropped when a running engine gets new ones
-        (``reload_weights``).
+        When a running engine gets new weights (``reload_weights``), features of the old ones are
+        dropped.
         """
         if self.autoprune is None:
             return super().load_weights(weights)
@@ -240,9 +243,9 @@ class PrunedModel(_Stock):
 def _group_by_tokens(
     sizes: Sequence[int], bound: int, kinds: Sequence[Hashable] = ()
 ) -> Iterator[slice]:
-    """Runs of neighbouring images with at most ``bound`` tokens, or of a single larger one.
+    """Runs of neighbouring images with at most ``bound`` tokens, or of a single larger image.
 
-    Those of a run are of one kind.
+    All images of a run are of the same kind.
     """
     start = 0
     total = 0
@@ -258,7 +261,7 @@ def _group_by_tokens(
 
 
 def _describe_fields(item: MultiModalKwargsItem) -> Hashable:
-    """What is alike of all items that vLLM batches for a model: types, and most of their shapes."""
+    """What all items that vLLM batches have in common: types, and most of their shapes."""
     described: list[Hashable] = []
     for name, element in sorted(item.items()):
         kind = type(element.field).__name__
@@ -286,7 +289,7 @@ def prune_class(
 ) -> type[PrunedModel]:
     """The pruned form of one of vLLM's model classes, which keeps K of N visual tokens.
 
-    ``methods`` of the stock class, and the class of its patch ``merger``, are depended on.
+    The plugin depends on ``methods`` of the stock class and on the class of its patch ``merger``.
     """
     declare_model(stock, (*methods, *mixin.autoprune_overrides), merger)
     backbone = next(row for row in BACKBONES.values() if row.stock == stock.__name__)
@@ -312,7 +315,7 @@ def _clear_features(model: nn.Module) -> None:
 
 @contextmanager
 def _hold_feature_cache(model: nn.Module) -> Iterator[bool]:
-    """Hold as much memory as the feature cache may take; whether this model prunes images."""
+    """Allocate what the feature cache may take; yields whether this model prunes images."""
     vision = model.autoprune if isinstance(model, PrunedModel) else None
     buffer = None
     if vision is not None:
@@ -322,7 +325,7 @@ def _hold_feature_cache(model: nn.Module) -> Iterator[bool]:
 
 
 def _tensor_fields(inputs: Mapping[str, object]) -> EncoderInputs:
-    """Tensor fields of one call, without the plans; absent ones are None."""
+    """Tensor fields of one call, without the plans; absent fields are None."""
     return {
         n: g for n, g in inputs.items() if n != FIELD and isinstance(g, Tensor | list)
     }

@@ -1,6 +1,6 @@
-"""Qwen-VL, GLM-4.xV and their like: images of any size, patches merged four to one, M-RoPE.
+"""Qwen-VL, GLM-4.xV and similar models: images of any size, patches merged four to one, M-RoPE.
 
-Their videos are pruned too, but for those of Qwen2.5-Omni, Cohere Compass and GLM-OCR.
+Their videos are pruned too, except those of Qwen2.5-Omni, Cohere Compass and GLM-OCR.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ if TYPE_CHECKING:
 
 
 class _Qwen2Vision(GridVision):
-    """Qwen2-VL. vLLM calls mergers past their hooks; their norm comes first and sees the same."""
+    """Qwen2-VL.
+
+    vLLM calls its merger without running hooks. The merger's norm runs first, on the same input, so
+    it is hooked instead.
+    """
 
     merger_name = "visual.merger.ln_q"
     video_token = "video_token_id"
@@ -55,7 +59,7 @@ class _Qwen2_5Vision(_Qwen2Vision):
         return tower.blocks[max(tower.fullatt_block_indexes)].attn.attn
 
     def tower_order(self, grids: Tensor) -> Tensor:
-        """Indices ``(N,)`` of all tokens in the tower, in raster order."""
+        """Indices ``(N,)`` of all tokens within the tower, in raster order."""
         metadata = self._model.visual.prepare_encoder_metadata(grids.tolist())
         order: Tensor = metadata["reverse_indices"]
         return order.to(self.sample_weight.device, non_blocking=True)
@@ -68,7 +72,7 @@ class _Qwen2_5OmniVision(_Qwen2_5Vision):
 
 
 class _Qwen3Vision(GridVision):
-    """Qwen3-VL and Qwen3.5; rows of later layers (deepstack) are pruned alike."""
+    """Qwen3-VL and Qwen3.5; rows of later layers (deepstack) are pruned in the same way."""
 
     merger_name = "visual.merger"
     video_token = "video_token_id"
@@ -76,7 +80,7 @@ class _Qwen3Vision(GridVision):
 
     @property
     def row_width(self) -> int:
-        """Width of a row without positions: D, and D for every deepstack level."""
+        """Width of a row without positions: D, plus D for every deepstack level."""
         return self._width * (1 + int(self._model.deepstack_num_level))
 
     def find_merger(self) -> Merger:
@@ -93,7 +97,7 @@ class _CompassVision(_Qwen3Vision):
 
 
 class _GlmVision(GridVision):
-    """GLM-4.xV: merges by a convolution behind a norm, which sees the last block's output."""
+    """GLM-4.xV: merges by a convolution after a norm, which sees the last block's output."""
 
     merger_name = "visual.post_layernorm"
     video_token = "video_token_id"
@@ -104,7 +108,7 @@ class _GlmVision(GridVision):
     def count_tokens(
         info: Glm4vProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]
     ) -> TokenCount:
-        """Merged tokens of an image, resized as the processor resizes it."""
+        """Number of merged tokens of an image, resized as the processor resizes it."""
         processor = info.get_image_processor(**kwargs)
         options: dict[str, Any] = dict(info.ctx.get_merged_mm_kwargs(kwargs))
         patches = processor.get_number_of_image_patches(
@@ -116,7 +120,7 @@ class _GlmVision(GridVision):
     def shrink_to_budget(
         info: Glm4vProcessingInfo, size: ImageSize, budget: int
     ) -> ImageSize:
-        """As Qwen-VL, but the pixels of as many frames are counted as one token spans."""
+        """As for Qwen-VL, but pixels are counted over all frames that a token spans."""
         vision = info.get_hf_config().vision_config
         unit = vision.patch_size * vision.spatial_merge_size
         frames = vision.temporal_patch_size

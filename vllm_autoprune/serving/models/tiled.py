@@ -1,4 +1,4 @@
-"""Gemma 3, InternVL, Idefics3 and SmolVLM: an image is a number of equal square tiles.
+"""Gemma 3, InternVL, Idefics3 and SmolVLM: an image consists of equal square tiles.
 
 A frame of InternVL's videos is one tile.
 """
@@ -44,18 +44,20 @@ if TYPE_CHECKING:
 
 
 class _TiledVision(Vision):
-    """Vision side whose images' tiles come in one tensor."""
+    """Vision side for images whose tiles come in one tensor."""
 
     counts: ClassVar[str]
-    """The field that says how many tiles each image has ``(B,)``, on the CPU."""
+    """Field with the number of tiles of each image ``(B,)``, on the CPU."""
     fields: ClassVar[tuple[str, ...]] = ("pixel_values",)
-    """The fields of tiles ``(M, 3, H, W)``, and of masks of their pixels ``(M, H, W)`` if any."""
+    """Fields of tiles ``(M, 3, H, W)``, and of masks of their pixels ``(M, H, W)`` if there are
+    any."""
     tile_tokens: ClassVar[str]
     """Dotted name, within the model, of the number of tokens of one square tile, n."""
     apart: ClassVar[bool] = False
-    """Whether tokens are chosen tile by tile, as the prompt says how many each tile keeps."""
+    """Whether tokens are chosen tile by tile, because the prompt fixes how many each tile keeps."""
     whole_last: ClassVar[bool] = False
-    """Whether the last tile shows the whole image, and is the first that gets a share."""
+    """Whether the last tile shows the whole image, and is the first to get a share of the budget.
+    """
 
     @abstractmethod
     def rows(self, tiles: ImageInputs) -> Tensor:
@@ -63,7 +65,7 @@ class _TiledVision(Vision):
 
     @property
     def side(self) -> int:
-        """Tokens on each side of a tile."""
+        """Side of a tile in tokens."""
         return isqrt(attrgetter(self.tile_tokens)(self._model))
 
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
@@ -99,8 +101,8 @@ class _TiledVision(Vision):
             for signal, hook in self.merger.items()
         }
         if self.attention is not None:
-            # A token gets the mean of what the patches get that it is made of. Some towers have a
-            # [CLS] token before their patches, which no model here reads.
+            # A token gets the mean over its patches. Some towers have a [CLS] token before their
+            # patches, which no model here reads.
             patches = torch.stack(self.attention.take().received())
             across = isqrt(patches.shape[1])
             square = patches[:, -across * across :].view(-1, across, across)
@@ -117,7 +119,7 @@ class _TiledVision(Vision):
                 order = torch.arange(count * side**2, device=rows.device).roll(side**2)
 
             def flatten(part: Tensor, rolls: bool = rolls) -> Tensor:
-                """A copy of the tokens of some tiles, the whole image before its parts."""
+                """A copy of the tokens of some tiles, with the whole image before its parts."""
                 return (part.roll(1, 0) if rolls else part).flatten(0, 1).clone()
 
             regions = []
@@ -137,7 +139,7 @@ class _TiledVision(Vision):
 
 
 class _Gemma3Vision(_TiledVision):
-    """Gemma 3: one pooled square of tokens an image, and one for each crop of pan-and-scan."""
+    """Gemma 3: one pooled square of tokens per image, and one per crop of pan-and-scan."""
 
     _model: Gemma3ForConditionalGeneration
     counts = "num_patches"
@@ -165,7 +167,7 @@ class _InternVLVision(_TiledVision):
     projector: ClassVar[str] = "multi_modal_projector"
 
     def find_merger(self) -> Merger:
-        """The projector, which gets the four patches of a token as one row."""
+        """The projector, which takes the four patches of a token as one row."""
         model: Any = self._model
         projector = getattr(model, self.projector)
         patches = model.downsample_ratio**-2
@@ -179,7 +181,7 @@ class _InternVLVision(_TiledVision):
 
 
 class _InternVLChatVision(_InternVLVision):
-    """InternVL as first published: the same tiles behind other names."""
+    """InternVL as first published: the same tiles under other names."""
 
     tower_name = "vision_model"
     projector = "mlp1"
@@ -190,7 +192,7 @@ class _InternVLChatVision(_InternVLVision):
 
     @property
     def side(self) -> int:
-        """Tokens on each side of a tile, which the processor cuts as large as the tower takes."""
+        """Side of a tile in tokens; the processor cuts tiles to the size of the tower's input."""
         return round(super().side * self._model.downsample_ratio)
 
 
@@ -200,7 +202,7 @@ class _InternVLChatVision(_InternVLVision):
 class _Idefics3Vision(_TiledVision):
     """Idefics3 and SmolVLM, which vLLM serves with the same model.
 
-    Tiles and the whole image, each a pixel-shuffled square behind its name.
+    Tiles and the whole image are each a pixel-shuffled square of tokens after a text that names it.
     """
 
     _model: Idefics3ForConditionalGeneration
@@ -212,16 +214,16 @@ class _Idefics3Vision(_TiledVision):
     whole_last = True
 
     def find_merger(self) -> Merger:
-        """The projection, which gets the patches of a token as one row."""
+        """The projection, which takes the patches of a token as one row."""
         connector = self._model.model.connector
         projection = connector.modality_projection
         return Merger(projection, connector.scale_factor**2, projection, joined=True)
 
     def rows(self, tiles: ImageInputs) -> Tensor:
-        """Projected rows ``(M, n, D)`` of tiles ``(M, 3, H, W)``, also of blank tiles.
+        """Projected rows ``(M, n, D)`` of tiles ``(M, 3, H, W)``, including blank tiles.
 
-        The stock model drops tiles of zeros as padding. A plain grey picture has such tiles, and
-        its placeholders count them.
+        The stock model drops tiles of zeros as padding. But a plain grey picture has such tiles,
+        and its placeholders count them.
         """
         model = self._model.model
         (pixels, masks) = (tiles[name] for name in self.fields)
@@ -231,26 +233,26 @@ class _Idefics3Vision(_TiledVision):
 
 
 def _measure(info: Any, item: ItemFields) -> ItemSize:
-    """Frames of a processed video."""
+    """Size of a processed video: its number of frames."""
     return ItemSize(frames=int(item[VIDEO_TILES].data) if VIDEO_TILES in item else 0)
 
 
 @dataclass(frozen=True)
 class _TileCounter:
-    """What the processor of a model says of its tiles, which have equally many tokens each."""
+    """Counts tiles by a model's processor; all tiles have the same number of tokens."""
 
     tile_tokens: str
     """Attribute of the processor with the number of tokens of a tile."""
     image_token: Callable[[Any], int] = lambda info: (
         info.get_hf_processor().image_token_id
     )
-    """Id of the placeholder of an image, by the model's processing info."""
+    """Id of the placeholder of an image, from the model's processing info."""
     largest: Callable[[Any], ImageSize] = lambda info: (
         info.get_image_size_with_most_features()
     )
     """Size of the image that has most tokens."""
     options: bool = True
-    """Whether a request's options of the processor change how many tiles there are."""
+    """Whether a request's processor options change the number of tiles."""
     text: str = ""
     """As in :class:`Placeholders`."""
     video_token: Callable[[Any], int] | None = None
@@ -270,7 +272,7 @@ class _TileCounter:
         return TokenCount(tokens, tokens // attrgetter(self.tile_tokens)(processor))
 
     def placeholders(self) -> Placeholders:
-        """Placeholders of images, and of videos where their tokens can be chosen."""
+        """Placeholders of images, and of videos if their tokens can be chosen."""
         return Placeholders(
             self.count,
             lambda info: self.count(info, self.largest(info), {}),
@@ -282,7 +284,7 @@ class _TileCounter:
 
 
 def _largest_idefics3(info: Any) -> ImageSize:
-    """A square: every image is enlarged until it is cut into tiles."""
+    """A square, because every image is enlarged until it is cut into tiles."""
     from vllm.multimodal.parse import ImageSize
 
     edge = info.get_hf_processor().image_processor.max_image_size["longest_edge"]

@@ -1,4 +1,4 @@
-"""Vision side of a served model: features of its images, and what policies read beside them."""
+"""Vision side of a served model: features of its images, and further inputs of policies."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ EncoderInputs = Mapping[str, Tensor | list[Tensor]]
 """Arguments of one call of ``embed_multimodal``."""
 
 ImageInputs = Mapping[str, Tensor]
-"""The part of them that belongs to one image."""
+"""The arguments that belong to one image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +48,24 @@ class ModelImage:
     """One image or video as it reaches the model."""
 
     inputs: ImageInputs
-    """What the vision tower reads of it."""
+    """Inputs of the vision tower."""
     tokens: int
-    """N, its visual tokens before pruning."""
+    """N, the number of its visual tokens before pruning."""
 
 
 class Vision(ABC):
     """The vision side of one served model: cached features of images, and inputs of policies.
 
-    Not a submodule of the model: its text tower and cached features are not in the checkpoint, and
-    vLLM's loader must not look for them.
+    It is not a submodule of the model, because its text tower and cached features are not in the
+    checkpoint, and vLLM's loader must not look for them.
     """
 
     tower_name: ClassVar[str] = "vision_tower"
     """Dotted name of the vision tower within the model."""
     layers: ClassVar[str]
-    """Dotted name of the tower's layers up to the last that the model reads."""
+    """Dotted name of the list of the tower's layers, up to the last one that the model reads."""
     attention_name: ClassVar[str] = "self_attn.attn"
-    """Dotted name of the attention module within one of them."""
+    """Dotted name of the attention module within a layer."""
 
     def __init__(self, model: SupportsMultiModal, served: ServedState) -> None:
         self.served = served
@@ -75,7 +75,7 @@ class Vision(ABC):
         self.runs = 0
         self._model = model
         self._relevance: RelevanceSpace | None = None
-        # What reads the tower where the state does, while `recording`.
+        # Hooks that read the tower's calls while `recording`, for states that need it.
         self.attention: InputHook[QueriesAndKeys] | None = None
         self.merger: dict[Signal, InputHook[Tensor]] = {}
         if not self.needs.isdisjoint({"cls_attention", "tower", "next_layer"}):
@@ -89,7 +89,7 @@ class Vision(ABC):
 
     @classmethod
     def tower(cls, model: SupportsMultiModal) -> nn.Module:
-        """The vision tower; vLLM leaves a ``StageMissingLayer`` where no images are served."""
+        """The vision tower; vLLM leaves a ``StageMissingLayer`` if no images are served."""
         tower: nn.Module = attrgetter(cls.tower_name)(model)
         return tower
 
@@ -110,7 +110,7 @@ class Vision(ABC):
         return QueriesAndKeys.hook(self.find_attention())
 
     def find_merger(self) -> Merger | None:
-        """The patch merger; None where the model has none."""
+        """The patch merger; None if the model has none."""
         return None
 
     @cached_property
@@ -120,7 +120,7 @@ class Vision(ABC):
 
     @property
     def row_width(self) -> int:
-        """Width of a row without positions."""
+        """Width of a row without its positions."""
         return self._width
 
     @property
@@ -131,8 +131,8 @@ class Vision(ABC):
     def load_relevance(self) -> RelevanceSpace | None:
         """Embedding space of relevance, loaded at first use.
 
-        That is at the end of weight loading, or while profiling where weights are dummies; both
-        times vLLM counts its memory.
+        First use is at the end of weight loading, or while profiling if weights are dummies; in
+        both cases vLLM counts its memory.
         """
         if self._relevance is None and "instruction" in self.needs:
             device = self.sample_weight.device
@@ -146,17 +146,17 @@ class Vision(ABC):
         "vllm.model_executor.models.interfaces:SupportsMultiModal", "get_language_model"
     )
     def embed(self, ids: Tensor) -> Tensor:
-        """Input embeddings ``(T, D)`` of token ids ``(T,)``, without the adapters of any batch.
+        """Input embeddings ``(T, D)`` of token ids ``(T,)``, without any LoRA adapters.
 
         Why: ``VocabParallelEmbeddingWithLoRA.forward`` looks up one adapter for each token of the
-        scheduled batch, and adds it to whatever tokens it is given: instructions are other tokens,
-        of other requests.
+        scheduled batch, and applies it to whatever tokens it is given. Instructions are other
+        tokens, of other requests.
         Remove when: LoRA layers can be called without a mapping.
         """
         language_model: Any = self._model.get_language_model()
         # Idefics3's language model has no head around it.
         inner = getattr(language_model, "model", language_model)
-        # Its embedding has many names (embed_tokens; InternLM2: tok_embeddings).
+        # The embedding has various names (embed_tokens; InternLM2: tok_embeddings).
         wrapped = {
             name: layer
             for name, layer in inner.named_children()
@@ -184,7 +184,7 @@ class Vision(ABC):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Let the hooks read the calls of the vision tower within."""
+        """Let the hooks read the calls of the vision tower made within."""
         with ExitStack() as stack:
             for hook in (self.attention, *self.merger.values()):
                 if hook is not None:
@@ -200,24 +200,24 @@ class Vision(ABC):
     def finish_loading(self) -> None:
         """Drop features of old weights after new ones were loaded, and load the relevance space.
 
-        Ranks are connected too: both take memory, which vLLM measures next.
-        Raises :class:`ConfigError` where the checkpoint lacks what the state reads.
+        Also connects the ranks: both take memory, which vLLM measures next. Raises
+        :class:`ConfigError` if the checkpoint lacks what the state reads.
         """
         self.clear()
         self.load_relevance()
         connect_ranks(self.sample_weight.device)
 
     def clear(self) -> None:
-        """Drop what is kept of images, as when weights are replaced."""
+        """Drop everything that is cached of images, for example because weights were replaced."""
         self.cache.clear()
         self.indices.clear()
 
     def features(
         self, entries: Sequence[Hashable], images: Sequence[ImageInputs]
     ) -> list[ImageFeatures]:
-        """Features of every image: cached ones, and one pass for all that are not.
+        """Features of every image: from the cache, and by one pass for all images not in it.
 
-        ``entries`` as :func:`find_entries` gives them.
+        ``entries`` are the results of :func:`find_entries`.
         """
         features: dict[Hashable, ImageFeatures | None] = {}
         missing: dict[Hashable, ImageInputs] = {}
@@ -239,7 +239,7 @@ class Vision(ABC):
     ) -> None:
         """Cache features once tokens are selected, with the cosines that the selection has read.
 
-        Cosines of so many tokens that an image would not fit are left out.
+        Cosines of an image with so many tokens that it would not fit with them are left out.
         """
         for entry, image in zip(entries, features, strict=True):
             if image.nbytes > self.cache.limit:
@@ -249,10 +249,10 @@ class Vision(ABC):
 
 
 def find_entries(keys: Sequence[Key], images: Sequence[ImageInputs]) -> list[Hashable]:
-    """What each image is cached as: its key and its geometry.
+    """Cache entry of each image: its key and its geometry.
 
-    Only features of the same geometry are used, whatever the key says: a plan may come from a
-    client. An image without a key is a number, and is not kept.
+    Only features of the same geometry are used, whatever the key is, because a plan may come from a
+    client. The entry of an image without a key is a number, and nothing is cached under it.
     """
     return [
         number if key == NO_KEY else (key, _describe_geometry(image))
@@ -263,8 +263,8 @@ def find_entries(keys: Sequence[Key], images: Sequence[ImageInputs]) -> list[Has
 def _describe_geometry(image: ImageInputs) -> Hashable:
     """Shapes of an image's tensors, and the integers that describe its patch or tile grid.
 
-    vLLM keeps these integers on the CPU, so nothing is read from a device. They are one row; masks
-    of pixels, which have more dimensions, are described by their shape alone.
+    vLLM keeps these integers on the CPU, so nothing is read from a device. They have one row. Masks
+    of pixels, which have more dimensions, are described by their shape only.
     """
     described: list[Hashable] = []
     for name, part in sorted(image.items()):
@@ -275,6 +275,6 @@ def _describe_geometry(image: ImageInputs) -> Hashable:
         )
         numbers = (
             sha256(part.numpy().tobytes()).digest() if row else None
-        )  # may be thousands
+        )  # there may be thousands
         described.append((name, tuple(part.shape), numbers))
     return tuple(described)

@@ -48,40 +48,41 @@ from vllm_autoprune.tpdsl.tokens import (
 )
 
 _VARIABLE_LENGTH: frozenset[Need] = frozenset({"language", "words"})
-"""Inputs whose length depends on the instruction: images that need them are selected one by one."""
+"""Inputs whose length depends on the instruction; images that need them are selected one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelParts:
-    """Parts of the model that a policy's inputs are made with, beside the image features."""
+    """Parts of the model from which inputs of policies are made, in addition to image features."""
 
     project: Callable[[Tensor], Tensor]
     """The projector, from rows of the vision tower ``(..., Dv)`` to ``(..., D)``."""
     embed: Callable[[Tensor], Tensor]
     """The language model's input embeddings ``(W, D)`` of token ids ``(W,)``."""
     relevance: RelevanceSpace | None = None
-    """Where relevance is measured; None where the served state does not read it."""
+    """Space in which relevance is measured; None if the served state does not read it."""
     language: Callable[[Tensor, Ids], LanguagePrefix] | None = None
-    """The language model's first layers over one image ``(N, D)`` and its instruction, where the
+    """The language model's first layers over one image ``(N, D)`` and its instruction, if the
     served state reads them."""
     axes: int = 0
-    """Axes of the positions that rows carry, 0 for none."""
+    """Number of axes of the positions that rows carry; 0 for none."""
     set_times: Callable[[Tensor, Tensor], None] | None = None
-    """Sets the positions in time of rows, where text may stand between the tokens of a video."""
+    """Sets the positions in time of rows, for models that may have text between the tokens of a
+    video."""
 
 
 @dataclass(frozen=True, slots=True)
 class SelectionContext:
-    """What the selections of one batch share."""
+    """Objects that the selections of one batch share."""
 
     served: ServedState
-    """The state, by which each plan has its policy."""
+    """The served state, from which each plan's policy is made."""
     parts: ModelParts
-    """The model, as far as policies read it."""
+    """The parts of the model that policies read."""
     reporter: FallbackReporter
-    """Where fallbacks and exceptions are counted."""
+    """Counts fallbacks and exceptions."""
     indices: IndexCache = field(default_factory=IndexCache)
-    """Indices of the tokens that items keep, for the items that are chosen after them."""
+    """Indices of the tokens that items keep, for items that are chosen given them."""
 
 
 def prune_images(
@@ -89,10 +90,10 @@ def prune_images(
     plans: Sequence[ItemPlan],
     images: Sequence[ImageFeatures],
 ) -> list[Tensor]:
-    """``(K_i, D + E)`` rows of every image, in the order given, with those of its text if any.
+    """``(K_i, D + E)`` rows of every image, in the order of ``images``, including rows of its text.
 
-    A row is there for each of the image's placeholders, whatever its plan says. After an exception
-    images are pruned by themselves, and the one that raises it keeps evenly spaced tokens.
+    Each image gets as many rows as it has placeholders, whatever its plan says. After an exception,
+    images are pruned one by one, and an image that raises again keeps evenly spaced tokens.
     """
     try:
         return _prune_together(context, plans, images)
@@ -123,7 +124,7 @@ def _prune_together(
     plans: Sequence[ItemPlan],
     images: Sequence[ImageFeatures],
 ) -> list[Tensor]:
-    """Rows of every image, those of one budget and one shape from one selection."""
+    """Rows of every image; images with equal budget and shape share one selection."""
     plans = [
         _replace_forged(context.reporter, *pair)
         for pair in zip(plans, images, strict=True)
@@ -138,9 +139,11 @@ def _prune_together(
     items = []
     for i, (plan, image) in enumerate(zip(plans, images, strict=True)):
         item = by_number[i]
-        if plan.profile:  # the unpruned size, after the selection has used its memory
+        if (
+            plan.profile
+        ):  # return the unpruned size once the selection has used its memory
             item = KeptRows.keep_all(image, image.tokens)
-        # vLLM silently drops surplus rows, and its engine crashes where rows are missing. Neither
+        # vLLM silently drops surplus rows, and its engine crashes if rows are missing. Neither
         # happens while the API server predicts N correctly.
         count = len(item.rows)
         expected = _count_rows(plan, image)
@@ -163,14 +166,14 @@ def _prune_together(
 
 
 def _count_rows(plan: ItemPlan, image: ImageFeatures) -> int:
-    """Rows of the image's tokens, without those of text."""
+    """Number of rows of the image's tokens, without rows of text."""
     return image.tokens if plan.profile else plan.budget
 
 
 def _replace_forged(
     reporter: FallbackReporter, plan: ItemPlan, image: ImageFeatures
 ) -> ItemPlan:
-    """A random draw in place of a plan that comes after more tokens than its image has.
+    """Replace a plan whose item comes after more tokens than its image has by a random draw.
 
     Such a plan is forged: the API server, which checks plans, does not know N for certain.
     """
@@ -185,10 +188,10 @@ def _replace_forged(
 def _group_items(
     served: ServedState, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures]
 ) -> list[list[int]]:
-    """Numbers of the items that one selection serves.
+    """Indices of the items that each selection serves, grouped.
 
-    In the order of their parts: what an item is chosen after is then remembered when its own turn
-    comes.
+    Groups are in the order of their parts, so that the items given which an item is chosen are
+    remembered before its own turn.
     """
     groups: dict[Hashable, list[int]] = {}
     for i, (plan, image) in enumerate(zip(plans, images, strict=True)):
@@ -207,14 +210,14 @@ def _keeps_all(plan: ItemPlan, image: ImageFeatures) -> bool:
 
 @dataclass(frozen=True)
 class _Group:
-    """Images of one shape whose plans are of one group (:attr:`ItemPlan.group`)."""
+    """Images of one shape whose plans have the same group (:attr:`ItemPlan.group`)."""
 
     context: SelectionContext
     plans: Sequence[ItemPlan]
     images: Sequence[ImageFeatures]
 
     def select(self) -> list[KeptRows]:
-        """The rows that each image keeps, those without a token the last of their region."""
+        """The rows that each image keeps; within a region, rows without a token come last."""
         plan = self.plans[0]
         image = self.images[0]
         if _keeps_all(plan, image):
@@ -237,7 +240,7 @@ class _Group:
         if image.regions[0].order is not None and not by_quality:
             selected = selected.take(selected.sort_keys.argsort(dim=1, stable=True))
 
-        # Fillers, where all tokens are kept and the plan asks for more.
+        # Number of fillers to add, if all tokens are kept and the plan asks for more rows.
         missing = min(plan.image_budget - image.candidates, image.gaps)
         missing -= max(0, plan.kept_before - image.candidates)
         fillers = stack_present(image.filler for image in self.images)
@@ -253,16 +256,17 @@ class _Group:
 class _RegionBatch:
     """One region of the images of a group.
 
-    An image may be several items of its prompt: the core before the delta, both before what later
-    turns recall. Each is chosen given those before it, whose indices are remembered, or chosen
-    anew: the same tokens, since they follow from the image and from the questions in the plan.
+    An image may be several items of its prompt: the core before the delta, and both before the
+    recalls of later turns. Each item is chosen given the items before it. Their indices are
+    remembered, or are chosen again; that gives the same tokens, because they follow from the image
+    and from the questions in the plan.
     """
 
     context: SelectionContext
     plans: Sequence[ItemPlan]
     images: Sequence[ImageFeatures]
     number: int
-    """Of the region, the same in all images."""
+    """Index of the region, the same in all images."""
 
     @cached_property
     def regions(self) -> list[Region]:
@@ -271,7 +275,7 @@ class _RegionBatch:
 
     @cached_property
     def rows(self) -> int:
-        """Tokens of the region that each of the items keeps (:attr:`ItemPlan.part`)."""
+        """Number of the region's tokens that each of the items keeps (:attr:`ItemPlan.part`)."""
         plan = self.plans[0]
         return self._share(plan.image_budget) - self._share(plan.kept_before)
 
@@ -310,7 +314,7 @@ class _RegionBatch:
             return select_at_random(self.rows, bare, keys, start)
         policy, image_core = self._make_policy()
         if plan.part == "whole" and policy.core and self.rows < bare.count:
-            # An image that is one item keeps what its core and its delta keep as two.
+            # An image that is one item keeps the same tokens as its core and delta as two items.
             parts = self._take_items([plan.split(image_core) for plan in self.plans])
             core, *delta = [part.select() for part in parts if part.rows > 0]
             return core.joined(delta[0]) if delta else core
@@ -319,10 +323,10 @@ class _RegionBatch:
     def _select_by_policy(
         self, policy: PruningPolicy, bare: VisualTokens
     ) -> RefinedTokens:
-        """Select by a policy, given the tokens of the items before.
+        """Select by a policy, given the tokens of earlier items.
 
         An image keeps the tokens that it was given first, as long as they are remembered: features
-        differ in their last bits from batch to batch, and KV of those tokens may be left.
+        differ in their last bits from batch to batch, and KV of those tokens may still be cached.
         """
         plan = self.plans[0]
         reporter = self.context.reporter
@@ -338,7 +342,8 @@ class _RegionBatch:
                 earlier = Given.after(tokens, torch.cat(given_indices, dim=1))
             elif given_indices:
                 earlier = give_core(policy, tokens, given_indices[0])
-        # As in select_with_fallback(): what a policy reads may raise, and the engine has to live.
+        # As in select_with_fallback(): computing what a policy reads may raise, and the engine must
+        # live.
         except Exception as error:  # noqa: BLE001
             reporter.report_error(error)
             if given_indices:
@@ -353,39 +358,39 @@ class _RegionBatch:
             refined = select_with_fallback(
                 policy, tokens, reporter, earlier, remembered
             )
-            # After an exception a later selection may succeed, so its tokens are remembered only
-            # where other items are chosen after them. Values that are not finite lead to the same
-            # ones each time.
+            # After an exception a later selection may succeed, so the fallback's tokens are
+            # remembered only if other items are chosen given them. Values that are not finite lead
+            # to the same tokens each time.
             is_settled = (
                 reporter.errors == errors
                 or plan.part in ("core", "recall")
                 or self.context.served.rules.recall > 0
             )
-        # Ranks remember alike, whichever of them raised.
+        # All ranks remember the same, whichever of them raised.
         if is_settled or world_size() > 1:
             self._remember(refined.indices)
         return refined
 
     def _share(self, count: int) -> int:
-        """The region's part of so many tokens of an image."""
+        """The region's part of ``count`` tokens of an image."""
         return self.images[0].split(count)[self.number]
 
     def _take_items(
         self, plans: Sequence[Sequence[ItemPlan]]
     ) -> Iterator[_RegionBatch]:
-        """The same region for other items of the images, given by image."""
+        """The same region for other items of the images, which are given by image."""
         for items in zip(*plans, strict=True):
             yield replace(self, plans=items)
 
     def _make_policy(self) -> tuple[PruningPolicy, int]:
-        """The policy with the region's share of K, core and exchange quota; the image's core."""
+        """The policy with the region's share of K, core and quota; and the image's core."""
         plan = self.plans[0]
         policy = self.context.served.policy_for_plan(plan)
-        # The policy of a delta is that of both parts, the policy of a recall its own alone.
+        # The policy of a delta is that of both parts, but a recall's policy is its own alone.
         budget = self.rows if plan.part == "recall" else self._share(plan.image_budget)
         core = self._share(policy.core)
         quota = min(self._share(policy.quota), budget - core)
-        # The image's r_min is at most K - q_e, which is what these add up to.
+        # The image's r_min is at most K - q_e, which is the sum of this over the regions.
         r_min = min(policy.r_min, budget - quota)
         share = replace(
             policy, budget=budget, quota=quota, r_min=r_min, by_size=None, core=core
@@ -394,9 +399,9 @@ class _RegionBatch:
 
     @cached_property
     def _keys(self) -> list[Hashable]:
-        """Keys of the tokens that the items keep: which image, and what chooses them.
+        """Keys of the tokens that the items keep: the image, and what chooses its tokens.
 
-        None for an image without a key, and in profiling: nothing of it is remembered.
+        None for an image without a key, and in profiling; such choices are not remembered.
         """
         state = self.context.served.state_for_plan(self.plans[0])
         keys: list[Hashable] = []
@@ -405,7 +410,7 @@ class _RegionBatch:
             text = repr((plan.group, [_digest(choice) for choice in choices]))
             chooser: Hashable = (state.digest, hashlib.sha256(text.encode()).digest())
             if plan.part == "core" and state.core is not None:
-                # States with the same core share it.
+                # States with the same core share its tokens.
                 chooser = (state.core_digest, plan.core)
             key = (plan.key, chooser, self.number, region.grid)
             keys.append(None if plan.key == NO_KEY or plan.profile else key)
@@ -417,7 +422,7 @@ class _RegionBatch:
                 self.context.indices.put(key, indices_of_item.clone())
 
     def _recall(self) -> Tensor:
-        """Indices ``(B, K)`` as they were chosen when the items were computed, or chosen anew."""
+        """Indices ``(B, K)`` as they were chosen when the items were computed, or chosen again."""
         remembered = [self.context.indices.get(key) for key in self._keys]
         indices = [row for row in remembered if row is not None]
         if len(indices) < len(remembered):
@@ -429,9 +434,9 @@ class _RegionBatch:
         return torch.stack(indices)
 
     def _make_tokens(self, policy: PruningPolicy, bare: VisualTokens) -> VisualTokens:
-        """The tokens with every input that the policy reads and the images or the model have."""
-        # Embeddings first, and in any case: under tensor parallelism a lookup is a collective, and
-        # ranks would wait forever for one on which something else raised before.
+        """The tokens with every input that the policy reads and image or model provide."""
+        # Embeddings are looked up first, and in any case: under tensor parallelism a lookup is a
+        # collective, and the other ranks would wait forever for a rank that raised before it.
         tokens = self._read_instructions(policy.needs, bare)
         signals: Signals = {
             signal: stack([region.signals[signal] for region in self.regions])
@@ -466,7 +471,7 @@ class _RegionBatch:
     def _read_instructions(
         self, needs: frozenset[Need], tokens: VisualTokens
     ) -> VisualTokens:
-        """The tokens with what the policy reads of the instructions."""
+        """The tokens with the inputs that the policy reads from the instructions."""
         parts = self.context.parts
         if "instruction" in needs and parts.relevance is not None:
             text, segments = parts.relevance.instructions(
@@ -495,5 +500,5 @@ class _RegionBatch:
 
 @lru_cache(maxsize=256)
 def _digest(choice: Choice) -> bytes:
-    """Digest of one question: the plan of every later recall of an image repeats it."""
+    """Digest of one question, because the plan of every later recall of an image repeats it."""
     return hashlib.sha256(repr(choice).encode()).digest()

@@ -1,4 +1,4 @@
-"""Features of images, which depend on pixels alone, and the caches of features and kept tokens."""
+"""Features of images, which depend only on pixels, and the caches of features and kept tokens."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ Signal = Literal[
     "next_attention",
     "next_keys",
 ]
-"""What policies read of an image beside its projected tokens, only where a state reads it.
+"""What policies may read of an image besides its projected tokens, computed only if a state reads
+it.
 
-cls_attention ``(N,)``, the attention that a token gets; relevance ``(N, C)``, the tokens in the
-space where relevance is measured, if that is not the projected one; encoder ``(N, Dv)``, the tokens
-before the projector or merger, and merger_norms ``(N, 2)`` their norms. Of
-:class:`vllm_autoprune.tpdsl.tokens.TowerStates`: tower_keys ``(N, dk)``, and tower_cls ``(T, Dv)``,
-one row a tile and not a token; of the layer after it next_attention ``(N,)`` and next_keys ``(N,
-Dv)``.
-"""
+cls_attention ``(N,)``: the attention that a token receives. relevance ``(N, C)``: the tokens in the
+space where relevance is measured, if that is not the projected one. encoder ``(N, Dv)``: the tokens
+before the projector or merger. merger_norms ``(N, 2)``: the norms of these. The others are fields
+of :class:`vllm_autoprune.tpdsl.tokens.TowerStates`: tower_keys ``(N, dk)``; tower_cls ``(T, Dv)``,
+one row per tile; and, of the next layer, next_attention ``(N,)`` and next_keys ``(N, Dv)``."""
 
 Compared = Literal["projected", "encoder"]
 """Tokens that a policy compares: projected ones, or those before the projector or merger."""
 
 Signals = Mapping[Signal, Tensor]
-"""Signals of one image or region; of a batch or of tiles, with their number in front."""
+"""Signals of one image or region. Signals of a batch or of tiles have a leading dimension for it.
+"""
 
 
 def stack(parts: Sequence[Tensor]) -> Tensor:
-    """``torch.stack``; a single image is not copied, because a selection only reads its inputs."""
+    """``torch.stack`` that does not copy a single image, as selections only read inputs."""
     return parts[0][None] if len(parts) == 1 else torch.stack(list(parts))
 
 
 def stack_present(parts: Iterable[Tensor | None]) -> Tensor | None:
-    """``stack`` of what each of the images has; None where they have none."""
+    """``stack`` of a field that each of the images has; None if they do not have it."""
     present = [part for part in parts if part is not None]
     return stack(present) if present else None
 
@@ -56,28 +56,28 @@ _split = lru_cache(maxsize=256)(split_over_parts)
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Tokens of one image that one selection chooses from, in equal tiles."""
+    """Tokens of one image from which one selection chooses, in equal tiles."""
 
     grid: Grid
-    """Their layout."""
+    """Layout of the tokens."""
     projected: Tensor
     """``(N, D)``: the tokens as the language model reads them."""
     signals: Signals = field(default_factory=dict)
-    """What policies read beside them."""
+    """What policies read besides the tokens."""
     extra_channels: Tensor | None = None
-    """``(N, E)``: appended to each row as they are; nothing selects by them or merges them."""
+    """``(N, E)``: channels appended to each row unchanged; no selection or merge uses them."""
     order: Tensor | None = None
-    """``(N,)``: the index of each token among all rows that the model makes of the image; None
-    where the tokens of all regions are the rows, in their order."""
+    """``(N,)``: the index of each token among all rows that the model makes of the image. None if
+    the rows are the tokens of all regions, in order."""
     share: int = 1
-    """The region's part of the budget, in tiles of the vision tower."""
+    """The region's share of the budget, in tiles of the vision tower."""
     cosines: dict[Compared, Tensor] = field(default_factory=dict, init=False)
     """Cosines that selections have read so far."""
 
     def cosine(self, compared: Compared = "projected") -> Tensor:
-        """Cosines ``(N, N)`` float32 between the tokens, computed when first read.
+        """Cosines ``(N, N)`` float32 between the tokens, computed when they are first read.
 
-        Many policies never read them, and of 16,384 tokens they take 1 GiB.
+        Many policies never read them, and for 16,384 tokens they take 1 GiB.
         """
         if compared not in self.cosines:
             rows = self.projected if compared == "projected" else self.signals[compared]
@@ -108,21 +108,21 @@ class ImageFeatures:
     """One image after the vision tower."""
 
     regions: tuple[Region, ...]
-    """Its tokens; every one is in one region."""
+    """Regions of the image; every token is in exactly one of them."""
     filler: Tensor | None = None
-    """``(D,)``: a row that stands for no token, which the model puts between tokens (LLaVA-NeXT's
-    newline); None where it has no such rows."""
+    """``(D,)``: a row that belongs to no token, which the model puts between tokens (LLaVA-NeXT's
+    newline); None if the model has no such rows."""
     gaps: int = 0
-    """How many fillers the unpruned image has."""
+    """Number of fillers in the unpruned image."""
 
     @property
     def candidates(self) -> int:
-        """Tokens that can be chosen."""
+        """Number of tokens that can be chosen."""
         return sum(region.grid.tokens for region in self.regions)
 
     @property
     def tokens(self) -> int:
-        """Rows that the unpruned model makes of the image, N."""
+        """Number of rows that the unpruned model makes of the image, N."""
         return self.candidates + self.gaps
 
     def split(self, budget: int) -> tuple[int, ...]:
@@ -133,7 +133,7 @@ class ImageFeatures:
     def rows(self) -> Tensor:
         """All rows ``(N, D + E)`` in the order of the unpruned model, fillers included.
 
-        E are the extra channels.
+        E is the number of extra channels.
         """
         parts = [region.rows for region in self.regions]
         tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -146,7 +146,7 @@ class ImageFeatures:
         return rows
 
     def find_kept(self, count: int) -> Tensor:
-        """Indices ``(K,)`` among N rows where all candidates are kept, and the first fillers."""
+        """Indices ``(K,)``, among the N rows, of all candidates and of the first fillers."""
         if self.filler is None or count >= self.tokens:
             return torch.arange(self.tokens, device=self.device)
         is_filler = torch.ones(self.tokens, dtype=torch.bool, device=self.device)
@@ -156,22 +156,22 @@ class ImageFeatures:
 
     @property
     def _order(self) -> Tensor:
-        """The index of each candidate among N rows."""
+        """The index of each candidate among the N rows."""
         orders = [region.order for region in self.regions if region.order is not None]
         return torch.cat(orders)
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
+        """The device of its tensors."""
         return self.regions[0].projected.device
 
     def tensors(self) -> Iterator[Tensor]:
-        """All tensors of the image, but not the filler, which is a weight of the model."""
+        """All tensors of the image except the filler, which is a weight of the model."""
         for region in self.regions:
             yield from region.tensors()
 
     def drop_cosines(self) -> None:
-        """Drop what is computed anew where a policy reads it."""
+        """Drop the cosines, which are computed again when a policy reads them."""
         for region in self.regions:
             region.cosines.clear()
 
@@ -192,9 +192,9 @@ T = TypeVar("T", bound=_Sized)
 class TensorCache(Generic[T]):
     """LRU cache of records of tensors, bounded in bytes.
 
-    Of image features, which let further questions skip the tower, and of what is chosen of them.
-    The entry that is put first under a key stays; it may have grown when it is put again. Each
-    counts as ``minimum`` bytes or more.
+    It holds image features, which let further questions skip the tower, or the indices chosen from
+    them. The first entry under a key stays; it may have grown when it is put again. Each entry
+    counts as at least ``minimum`` bytes.
     """
 
     def __init__(self, limit: int, minimum: int = 0) -> None:
@@ -214,7 +214,7 @@ class TensorCache(Generic[T]):
         return int(self._entries.currsize)
 
     def get(self, key: Hashable) -> T | None:
-        """The entry, now the most recently used, or None."""
+        """The entry, which becomes the most recently used, or None."""
         entry = self._entries.get(key)
         if entry is None:
             self.misses += 1
@@ -223,42 +223,42 @@ class TensorCache(Generic[T]):
         return entry
 
     def put(self, key: Hashable, entry: T) -> None:
-        """Keep an entry, dropping the least recently used ones beyond the bound."""
+        """Add an entry, and drop the least recently used entries beyond the bound."""
         entry = self._entries.pop(key, entry)
         if self._entries.getsizeof(entry) <= self.limit:
             self._entries[key] = entry
 
     def clear(self) -> None:
-        """Drop all entries, as when the weights that they were made with are replaced."""
+        """Drop all entries, for example because the weights that made them are replaced."""
         self._entries.clear()
 
     def reserve(self, device: torch.device) -> Tensor | None:
-        """Allocate a buffer of the bound's size, for the time that vLLM profiles device memory.
+        """Allocate a buffer of the bound's size, for the time in which vLLM profiles device memory.
 
-        vLLM gives all memory that profiling left free to the KV cache, so what the cache will hold
-        later has to be seen then. The CPU's KV cache has a fixed size: nothing to reserve.
+        vLLM gives all memory that profiling left free to the KV cache, so memory that the cache
+        will hold later must be in use then. The CPU's KV cache has a fixed size, so nothing is
+        reserved there.
         """
         if device.type == "cpu" or self.limit == 0:
             return None
         return torch.empty(self.limit, dtype=torch.uint8, device=device)
 
 
-# Kept tokens of images: what was chosen first for an item.
-#
-# KV blocks stay in vLLM's prefix cache longer than the image's features stay here. The indices of
-# the tokens that they were made of are kept for longer too: an image that is encoded again keeps
-# those tokens, and what is chosen after them leaves out the same ones.
+# Kept tokens of images: the indices that were chosen first for an item.
+# KV blocks stay in vLLM's prefix cache longer than the image's features stay here. So the indices
+# from which they were made are kept longer too: an image that is encoded again keeps the same
+# tokens, and items that are chosen after them leave out the same tokens.
 
 
 _MAX_ITEMS = 8192
-"""Items whose indices are kept at most; each counts as one of 160 tokens or more."""
+"""Maximum number of items whose indices are kept; each counts as at least 160 tokens."""
 
 _MAX_INDEX_BYTES = _MAX_ITEMS * 160 * 8
-"""Bound of all indices, 10 MB: a client may choose a K of many thousands."""
+"""Bound of all indices, 10 MB, because a client may choose a K of many thousands."""
 
 
 class IndexCache(TensorCache[Tensor]):
-    """Indices ``(K,)`` of items in the order of their rows."""
+    """Indices ``(K,)`` of items, in the order of their rows."""
 
     def __init__(self) -> None:
         super().__init__(_MAX_INDEX_BYTES, minimum=_MAX_INDEX_BYTES // _MAX_ITEMS)

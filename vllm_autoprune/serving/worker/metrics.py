@@ -20,9 +20,9 @@ from vllm_autoprune.serving.worker.selection import FallbackReporter
 
 
 class Stopwatch:
-    """Timer of blocks of work on one device; finished ones are collected later.
+    """Timer of blocks of work on one device; times of finished blocks are collected later.
 
-    On CUDA the work is enclosed in two events, without waiting for them: unfinished blocks are
+    On CUDA a block is enclosed in two events, without waiting for them: unfinished blocks are
     collected next time. On a CPU the work is finished when the block ends.
     """
 
@@ -84,8 +84,8 @@ _Labels = tuple[tuple[str, str], ...]
 class WorkerMetrics:
     """Writer of one worker's totals; totals are overwritten, so writing is idempotent.
 
-    Only one of the ranks that count the same may write. A folder that cannot be written is logged
-    once: counting never stops a worker.
+    Of the ranks that count the same events, only one may write. If the folder cannot be written,
+    that is logged once, and counting goes on.
     """
 
     def __init__(self, folder: str) -> None:
@@ -119,7 +119,7 @@ class WorkerMetrics:
         self._write("gauge_livesum", _CACHE_BYTES, cache.used_bytes)
 
     def close(self) -> None:
-        """Close the files; a worker's are closed by its exit."""
+        """Close the files; those of a worker process are closed by its exit."""
         for file in self._files.values():
             file.close()  # type: ignore[no-untyped-call]
         self._files.clear()
@@ -131,7 +131,7 @@ class WorkerMetrics:
             return
         try:
             if kind not in self._files:
-                # Apart from prometheus_client's own files of this process, should it have any.
+                # Separate from prometheus_client's own files of this process, if there are any.
                 path = self._folder / f"{kind}_autoprune-{os.getpid()}.db"
                 self._files[kind] = MmapedDict(str(path))  # type: ignore[no-untyped-call]
             key = _key(name, suffix or "_total" * (kind == "counter"), labels)
@@ -147,7 +147,7 @@ class WorkerMetrics:
 
 @cache
 def _key(name: str, suffix: str, labels: _Labels) -> str:
-    """Key in prometheus_client's file; cached, because each is written every step."""
+    """Key in prometheus_client's file; cached, because every key is written at every step."""
     keys = [key for key, _ in labels]
     values = [text for _, text in labels]
     return mmap_key(name, name + suffix, keys, values, HELP[name])

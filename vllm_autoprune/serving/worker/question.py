@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 
 class RelevanceSpace(Protocol):
-    """Space into which visual tokens and instructions are embedded, to measure relevance."""
+    """Space in which visual tokens and instructions are embedded to measure relevance."""
 
     sign: int
 
     def patches(self, hidden: Tensor) -> Tensor | None:
-        """Vision-tower states ``(B, N, Dv)`` in that space; None where it is the projected one."""
+        """Vision-tower states ``(B, N, Dv)`` in that space; None if it is the projected space."""
 
     def instructions(self, ids: Sequence[Ids]) -> tuple[Tensor, Tensor]:
-        """Text ``(B, M, C)`` and which of its rows are segments ``(B, M)``."""
+        """Text ``(B, M, C)`` and the mask ``(B, M)`` of its rows that are segments."""
 
 
 class InputEmbeddings:
     """The language model's input space: an instruction is the mean of its embeddings.
 
-    The sign is +1: only CLIP's relevance is inverted, according to CDPruner's authors and to those
-    who use the method with models without a text tower.
+    The sign is +1: only CLIP's relevance is inverted, according to CDPruner's authors and to users
+    of the method with models without a text tower.
     """
 
     sign = 1
@@ -48,7 +48,7 @@ class InputEmbeddings:
         return None
 
     def instructions(self, ids: Sequence[Ids]) -> tuple[Tensor, Tensor]:
-        """One segment each; an empty instruction has none."""
+        """One segment per instruction; an empty instruction has none."""
         # One lookup for the batch: under tensor parallelism every lookup is a collective.
         flat = upload(
             torch.tensor([t for row in ids for t in row] or [0]), self._device
@@ -63,10 +63,11 @@ class InputEmbeddings:
 
 
 class ClipTower:
-    """CLIP's joint space, as CDPruner's code measures relevance on LLaVA.
+    """CLIP's joint space, in which CDPruner's code measures relevance on LLaVA.
 
-    Patches are the states that the model itself reads, through CLIP's post_layernorm and visual
-    projection; the text tower's pooled output is projected. All of it in float32, as published.
+    Patches are the states that the model itself reads, mapped by CLIP's post_layernorm and visual
+    projection; text is the text tower's pooled output, projected. Everything is in float32, as
+    published.
     """
 
     def __init__(self, tower: TextTower, device: torch.device) -> None:
@@ -93,18 +94,19 @@ class ClipTower:
     def instructions(self, ids: Sequence[Ids]) -> tuple[Tensor, Tensor]:
         """One row for each segment; all segments of a batch go through the tower at once.
 
-        CDPruner pads the whole to a multiple of the tower's length instead of truncating; later
-        segments have no start token and pool where the tower finds its end token, faithfully so.
+        CDPruner pads the text to a multiple of the tower's length instead of truncating it. As
+        there, later segments have no start token, and are pooled at the tower's end token.
         """
-        # Nothing is kept of a text: its time would tell another tenant that it was asked before.
+        # Nothing is cached by text: a shorter time would tell another tenant that it was asked
+        # before.
         size = self._segment
         segments = {
             row: [row[i : i + size] for i in range(0, max(len(row), 1), size)]
             for row in ids
         }
         rows = [segment for row in segments.values() for segment in row]
-        # The tower is causal and pools at the end token, so padding behind changes nothing: neither
-        # its length nor a mask, whose values transformers would read from the device.
+        # The tower is causal and pools at the end token, so padding after it changes nothing,
+        # however long it is. No mask is passed: transformers would read its values from the device.
         length = max(
             1, *map(len, rows)
         )  # some tokenizers return no ids for an empty instruction
@@ -126,16 +128,17 @@ class LlamaPrefix(DecoderPrefix):
     """First layers of the served Llama over [start, image, instruction], before prefill.
 
     The layers' own projections, norms and MLP are called with plain attention: no KV cache, no
-    attention metadata, outside of the compiled graph. One image ``(N, D)`` at a time and without
-    padding, so an image's selection cannot depend on its batch, and memory is that of one sequence.
-    Nothing but the embeddings is computed before a layer is read. Every tensor-parallel rank must
-    make the same calls in the same order; results are bit-identical on all ranks.
+    attention metadata, outside of the compiled graph. Images ``(N, D)`` run one at a time and
+    without padding, so that an image's selection cannot depend on its batch, and memory is that of
+    one sequence. Only the embeddings are computed before a layer is read. Every tensor-parallel
+    rank must make the same calls in the same order; results are bit-identical on all ranks.
     """
 
     def __init__(
         self, model: LlamaModel, start: Ids, image: Tensor, instruction: Ids
     ) -> None:
-        # An empty instruction is the start token once more: policies ask for at least one word.
+        # An empty instruction is replaced by the start token, because policies need at least one
+        # word.
         words = instruction or start
         embedded = model.embed_tokens(
             upload(torch.tensor([*start, *words]), image.device)
@@ -148,7 +151,7 @@ class LlamaPrefix(DecoderPrefix):
         self._model = model
 
     def read(self, output: PrefixOutput, layer: int) -> Tensor:
-        """The output of the one sequence, heads gathered over ranks."""
+        """The output of the sequence, with heads gathered over ranks."""
         local = super().read(output, layer)
         shared = world_size()
         if shared == 1 or output not in ("keys", "attention"):
@@ -158,7 +161,7 @@ class LlamaPrefix(DecoderPrefix):
         heads: Tensor = tensor_model_parallel_all_gather(local[0].contiguous(), 0)[None]
         if output == "attention":
             return heads
-        # Where there are more ranks than key heads, neighbours hold the same one.
+        # With more ranks than key heads, neighbouring ranks hold the same key head.
         copies = max(
             1, shared // self._model.layers[layer].self_attn.total_num_kv_heads
         )
@@ -166,7 +169,7 @@ class LlamaPrefix(DecoderPrefix):
 
 
 def _make_layer(block: LlamaDecoderLayer, positions: Tensor) -> DecoderLayer:
-    """The layer as it is served; norms are called without a residual, into which they write."""
+    """The layer as it is served; norms get no residual, which they would overwrite."""
     attention = block.self_attn
 
     def heads(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:

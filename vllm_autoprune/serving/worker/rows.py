@@ -1,7 +1,7 @@
 """Rows of an item for the language model: text between its tokens, positions as channels.
 
-A position is two digits of base 256 on each axis, counted from the image's first position; all of
-an item's channels are below 0 where its tokens stay where they are.
+A position is two digits in base 256 on each axis, counted from the image's first position. All
+channels of an item are below 0 if its tokens stay where they are.
 """
 
 from __future__ import annotations
@@ -23,32 +23,34 @@ _DIGITS = 2  # enough for MAX_SPAN
 
 @dataclass(frozen=True, slots=True)
 class KeptRows:
-    """Rows that an item keeps, or those of a batch of items, and where in the image they belong.
+    """Rows that an item keeps, or those of a batch of items, and their places in the image.
 
-    A row that stands for no single token has two different indices among the image's N rows.
+    A row that belongs to no single token may have different values in ``sort_keys`` and
+    ``positions``.
     """
 
     rows: Tensor
     """``(..., K, D + E)``, as the language model reads them."""
     sort_keys: Tensor
-    """``(..., K)``: the index after which text of the image comes behind the row."""
+    """``(..., K)``: the index, among the image's N rows, after which text of the image follows the
+    row."""
     positions: Tensor
-    """``(..., K)``: the index at which the row stands for the language model."""
+    """``(..., K)``: the index, among the image's N rows, whose position the row gets."""
 
     @classmethod
     def keep_all(cls, image: ImageFeatures, count: int) -> KeptRows:
-        """Copy all tokens of an image, and as many of its fillers as make ``count`` rows."""
+        """Copy all tokens of an image, and the fillers needed for ``count`` rows."""
         indices = image.find_kept(count)
         rows = image.rows()
         if len(indices) < len(rows):
             rows = rows[indices]
-        elif rows is image.regions[0].projected:  # may be cached
+        elif rows is image.regions[0].projected:  # it may be cached
             rows = rows.clone()
         return cls(rows, indices, indices)
 
     @classmethod
     def join(cls, parts: Sequence[KeptRows]) -> KeptRows:
-        """The rows of each part behind those of the part before it."""
+        """Concatenate the rows of the parts."""
         return cls(
             torch.cat([part.rows for part in parts], dim=-2),
             torch.cat([part.sort_keys for part in parts], dim=-1),
@@ -56,7 +58,7 @@ class KeptRows:
         )
 
     def take(self, order: Tensor) -> KeptRows:
-        """The rows ``(..., M)`` at these of the K numbers."""
+        """The rows ``(..., M)`` at the indices ``order``, which are below K."""
         wide = order[..., None].expand(*order.shape, self.rows.shape[-1])
         return KeptRows(
             self.rows.gather(-2, wide),
@@ -70,10 +72,10 @@ class KeptRows:
         return [KeptRows(*of_item) for of_item in tensors]
 
     def with_channels(self, axes: int, plan: ItemPlan, span: int) -> Tensor:
-        """Rows ``(K, D + E)`` of an item, their positions on ``axes`` axes as the last channels.
+        """Rows ``(K, D + E)`` of an item, with positions on ``axes`` axes as last channels.
 
-        On one axis they are within the ``span`` of the whole item; under M-RoPE rows carry theirs
-        already.
+        On one axis, positions are within the ``span`` of the whole item. Under M-RoPE, rows carry
+        their positions already.
         """
         rows = self.rows
         if axes == LINE:
@@ -96,7 +98,7 @@ def insert_text(
     embed: Callable[[Tensor], Tensor],
     set_times: Callable[[Tensor, Tensor], None] | None = None,
 ) -> list[KeptRows]:
-    """Insert the text of each item behind the tokens that stand before it in the whole image.
+    """Insert the text of each item after the tokens that precede it in the unpruned image.
 
     Rows between the same two texts stay in their order. Positions are then those of the item with
     its text. ``embed`` maps token ids to rows; ``set_times`` sets the positions in time of rows
@@ -117,7 +119,9 @@ def insert_text(
     )
     merged = []
     for item, image, offsets, text in parts:
-        offsets = offsets.clamp(max=image.tokens)  # else positions have no bound
+        offsets = offsets.clamp(
+            max=image.tokens
+        )  # otherwise positions would have no bound
         number = torch.arange(len(text), device=offsets.device)
         # Channels that are not the language model's are 0.
         missing = item.rows.shape[1] - text.shape[1]
@@ -138,7 +142,7 @@ def insert_text(
 
 
 def count_channels(axes: int) -> int:
-    """Channels of a row where positions have so many axes."""
+    """Number of channels of a row whose positions have ``axes`` axes."""
     return 0 if axes == 0 else _DIGITS * (1 if axes == LINE else axes)
 
 
@@ -148,19 +152,19 @@ def encode_offsets(offsets: Tensor) -> Tensor:
 
 
 def decode_offsets(channels: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Offsets ``(A, M)`` of several items by their channels, and which are set ``(M,)``."""
+    """Offsets ``(A, M)`` of several items from their channels, and which are set, ``(M,)``."""
     joined = torch.cat([part.float() for part in channels])
     digits = joined.long().unflatten(1, (-1, _DIGITS))
     return (digits[:, :, 0] * _BASE + digits[:, :, 1]).T, joined[:, 0] >= 0
 
 
 def spread_offsets(rows: int, span: int, device: torch.device) -> Tensor:
-    """Offsets ``(L,)`` of rows that are spread evenly over a span of positions."""
+    """Offsets ``(rows,)`` of rows that are spread evenly over ``span`` positions."""
     return torch.arange(rows, device=device) * span // max(rows, 1)
 
 
 def match_rows(is_row: Tensor, computed: int, count: int) -> tuple[Tensor, Tensor]:
-    """Which of a prompt's tokens ``(L,)`` are of a step's rows, and the row of each ``(L,)``.
+    """Mask ``(L,)`` of a prompt's tokens with rows in this step, and their rows ``(L,)``.
 
     ``is_row`` marks the tokens that have rows; the step begins at token ``computed``.
     """

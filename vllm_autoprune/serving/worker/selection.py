@@ -1,4 +1,4 @@
-"""Selection that nothing stops: plans are replaced, selections judged, policies fall back."""
+"""Selection that survives any input: plans are replaced, selections judged, policies fall back."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _FALLBACK_REASONS: tuple[_FallbackReason, ...] = get_args(_FallbackReason)
 class FallbackReporter:
     """Counts fallbacks by kind and reason and exceptions by type, and logs the first of each.
 
-    Counting never waits for the device. ``errors`` are exceptions by the name of their type.
+    Counting never waits for the device. ``errors`` counts exceptions by the name of their type.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class FallbackReporter:
     ) -> None:
         """Count fallback codes ``(B,)``; logs the totals of the previous call.
 
-        Their reason is another one where they are ``unsafe`` ``(B,)``.
+        The reason of an image is "unsafe" if ``unsafe`` ``(B,)`` is true, and otherwise ``reason``.
         """
         for (kind, why), count in self.counts().items():
             if count and kind != "none" and (kind, why) not in self._logged:
@@ -98,7 +98,7 @@ class FallbackReporter:
         self.report(codes, reason)
 
     def counts(self) -> dict[tuple[str, _FallbackReason], int]:
-        """Images by fallback kind, "none" among them, and reason, as far as the host knows."""
+        """Images by fallback kind, including "none", and reason, as far as the host knows."""
         rows = [[0] * len(FALLBACKS)] * len(_FALLBACK_REASONS)
         if self._on_host is not None:
             rows = self._on_host.tolist()
@@ -116,7 +116,7 @@ class FallbackReporter:
             logger.error("Pruning of an image failed; %s.", outcome, exc_info=error)
 
     def report_lost(self, error: Exception, device: torch.device) -> None:
-        """Count an image without any features; the first is logged with its traceback."""
+        """Count an image that got no features; the first is logged with its traceback."""
         self._count_error(error)
         if not self._has_lost:
             self._has_lost = True
@@ -141,9 +141,9 @@ class FallbackReporter:
 class PlanReader:
     """Decoder of plans in the worker; no input makes it raise.
 
-    A client may send anything through vLLM's ``/inference/v1/generate``. A malformed plan becomes
-    the server's own budget with the base policy alone; settings that a plan may not have are
-    removed. Both are counted, and the first is logged.
+    A client may send anything through vLLM's ``/inference/v1/generate``. A malformed plan is
+    replaced by the server's own budget with the base policy alone, and settings that a plan may not
+    have are removed. Both are counted, and the first is logged.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class PlanReader:
         longest: int = MAX_BUDGET,
     ) -> None:
         self._rules = rules
-        # Of a share the largest K may be far above what fits into a prompt.
+        # The largest K of a share may be far above what fits into a prompt.
         self._maximum = min(rules.served.budget.range()[1], longest)
         self._reporter = reporter
         self._device = device
@@ -178,12 +178,12 @@ class PlanReader:
             plan = replace(
                 plan.ask(), earlier=unread, keep="state", state=b"", text=text
             )
-        # A control plan where the state does not allow the budget. An image that keeps every token
-        # may have such a plan, because nothing is selected then.
+        # If the state does not allow the budget, fall back to a control plan. An image that keeps
+        # every token may legitimately have such a plan, because nothing is selected then.
         for candidate in (plan, replace(plan, keep="reference")):
             try:
                 self._rules.served.policy_for_plan(candidate)
-            except Exception:  # of a budget, or of what no API server asks  # noqa: BLE001
+            except Exception:  # a budget error, or any other  # noqa: BLE001
                 continue
             return candidate
         return replace_by_draw(plan)
@@ -202,11 +202,11 @@ def select_with_fallback(
     earlier: Given | None = None,
     remembered: Sequence[Tensor | None] = (),
 ) -> RefinedTokens:
-    """Run :func:`vllm_autoprune.refine`; fall back instead of raising, or of breaking its bounds.
+    """Run :func:`vllm_autoprune.refine`; fall back if it raises or breaks the bounds of its state.
 
-    Order: the policy, its base policy's selection, evenly spaced tokens, which read no input. With
-    ``earlier`` tokens, the selection is the delta beside them. An image keeps the tokens ``(P,)``
-    that are ``remembered`` of it, in their order, in place of those selected. Without derivatives,
+    Order of fallbacks: the base policy's selection, then evenly spaced tokens, which read no input.
+    With ``earlier`` tokens, the selection is the delta to them. If tokens ``(P,)`` of an image are
+    ``remembered``, it keeps those, in their order, instead of the selected ones. Gradients are off,
     because vLLM warms up on a CPU outside of its inference mode.
     """
     policy = policy.at(tokens.count, tokens.grid.tiles)
@@ -221,7 +221,7 @@ def select_with_fallback(
     if is_remembered:
         indices = _prefer(remembered, chosen.indices).sort(dim=1).values
         chosen = replace(chosen, indices=indices)
-    # Outside of any `try`: a rank that raised takes part, or the others would wait for it forever.
+    # Outside of any `try`: a rank that raised must take part, or the others would wait forever.
     chosen = _broadcast_selection(chosen, policy.budget)
     try:
         refined = assemble_rows(policy, tokens, chosen)
@@ -240,7 +240,7 @@ def select_with_fallback(
 def select_evenly_with_ranks(
     budget: int, tokens: VisualTokens, reporter: FallbackReporter, earlier: Given | None
 ) -> RefinedTokens:
-    """Evenly spaced tokens where the inputs of a policy could not be made."""
+    """Evenly spaced tokens, for a policy whose inputs could not be made."""
     if budget >= tokens.count:
         refined = RefinedTokens.keep_all(tokens)
     else:
@@ -252,15 +252,15 @@ def select_evenly_with_ranks(
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A selection that is within its bounds, and why it is another one than the policy's."""
+    """A selection that is within its bounds, and why it differs from the policy's."""
 
     selection: TokenSelection
     reason: _FallbackReason = "scores"
-    """Why images fell back that did."""
+    """Why those images fell back that did."""
     unsafe: Tensor | None = None
-    """``(B,)`` bool: whose selection broke the bounds of its state. That is judged on the device,
-    image by image: a state that fails at one budget or on one image may be sound at others, and no
-    client may change what others get."""
+    """``(B,)`` bool: images whose selection broke the bounds of its state. This is judged on the
+    device, image by image: a state that fails at one budget or on one image may be sound at others,
+    and no client may change what others get."""
 
 
 def _choose(
@@ -269,7 +269,7 @@ def _choose(
     reporter: FallbackReporter,
     earlier: Given | None,
 ) -> _Choice:
-    """The policy's selection or, where it raises or breaks its bounds, a fallback."""
+    """The policy's selection, or a fallback if it raises or breaks its bounds."""
     try:
         chosen = select_tokens(policy, tokens, earlier)
         unsafe = find_unsafe(policy, tokens, chosen)
@@ -281,7 +281,7 @@ def _choose(
         )
     except Exception as error:  # noqa: BLE001
         reporter.report_error(error)
-    # Beyond the handlers, which hold what the policy has allocated.
+    # Outside the handlers, because an exception keeps alive what the policy has allocated.
     try:
         return _Choice(select_reference(policy, tokens, earlier), "error")
     except Exception as error:  # noqa: BLE001
@@ -290,13 +290,13 @@ def _choose(
 
 
 def _keep_base(chosen: TokenSelection) -> TokenSelection:
-    """The base policy's tokens in place of those chosen; evenly spaced ones stay."""
+    """The base policy's tokens instead of the selected ones; evenly spaced tokens stay."""
     indices = chosen.reference.picks.sort(dim=1).values
     return replace(chosen, indices=indices, fallback=chosen.fallback.clamp_min(1))
 
 
 def _prefer(remembered: Sequence[Tensor | None], indices: Tensor) -> Tensor:
-    """Indices ``(B, P)``, those that are remembered of an image in place of as many others."""
+    """Indices ``(B, P)``, replaced by an image's remembered ones if there are as many."""
     rows = [
         row if preferred is None or len(preferred) != len(row) else preferred
         for row, preferred in zip(indices.unbind(), remembered, strict=True)
@@ -307,12 +307,11 @@ def _prefer(remembered: Sequence[Tensor | None], indices: Tensor) -> Tensor:
 def select_at_random(
     budget: int, tokens: VisualTokens, keys: Sequence[Key], start: int = 0
 ) -> RefinedTokens:
-    """Draw K random tokens an image, seeded by its pixels' key: a control, not a policy.
+    """Draw K random tokens per image, seeded by its pixels' key: a control, not a policy.
 
-    ``start`` tokens were drawn by earlier items of the image, and the next ones are kept.
-
-    The draw depends on nothing else, so it is the same on every rank, in every batch and under
-    every name of the image.
+    Earlier items of the image have drawn ``start`` tokens, and the next K are kept. The draw
+    depends on nothing else, so it is the same on every rank, in every batch and under every name of
+    the image.
     """
     picks = []
     for high, _ in keys:
@@ -325,9 +324,9 @@ def select_at_random(
 def _broadcast_selection(chosen: TokenSelection, budget: int) -> TokenSelection:
     """Broadcast rank 0's selection to all tensor-parallel ranks.
 
-    Inputs are bit-equal on all ranks and so are the selections; but ranks that disagreed would
-    serve garbage without any error, and K indices are little to send. As many are sent whatever a
-    rank has fallen back to: a base policy with rows of its own has fewer indices than K.
+    Inputs are bit-equal on all ranks and so are the selections. But ranks that disagreed would
+    serve garbage without any error, and K indices are little to send. Every rank sends K of them,
+    whatever it has fallen back to: a base policy with extra rows has fewer indices than K.
     """
     if world_size() == 1:
         return chosen

@@ -24,9 +24,9 @@ T = TypeVar("T")
 
 
 class InputHook(Generic[T]):
-    """Forward hook that keeps what ``read`` makes of a module's inputs, at each of its calls.
+    """Forward hook that stores the result of ``read`` on a module's inputs, at each of its calls.
 
-    In place while :meth:`recording` only: what enters a layer for a video would stay in memory.
+    It is installed only during :meth:`recording`: otherwise inputs of videos would stay in memory.
     """
 
     def __init__(self, module: nn.Module, read: Callable[..., T]) -> None:
@@ -36,7 +36,7 @@ class InputHook(Generic[T]):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Read the calls within; other calls cost nothing."""
+        """Store the calls within; other calls cost nothing."""
 
         def store(
             module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]
@@ -51,23 +51,23 @@ class InputHook(Generic[T]):
             handle.remove()
 
     def take(self) -> T:
-        """Return what was read at the last call, and drop all."""
+        """Return the result of the last call, and drop all results."""
         return self.take_each()[-1]
 
     def take_each(self) -> list[T]:
-        """Return, and drop, what was read at every call."""
+        """Return the results of all calls, and drop them."""
         assert self._values, "the vision tower has not run"
         values = self._values
         self._values = []
         return values
 
 
-# Queries and keys of one layer of a tower, already rotated, which vLLM hands to one attention
-# module in every tower. Fused kernels never form probabilities, so they are recomputed from them.
+# Queries and keys of one layer of a tower, after rotation, which vLLM passes to one attention
+# module in every tower. Fused kernels never form probabilities, so these are recomputed here.
 
 
 _MAX_QUERIES = 512
-"""Queries whose probabilities are in memory at a time."""
+"""Number of queries whose probabilities are in memory at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class QueriesAndKeys:
 
     @classmethod
     def hook(cls, attention: MMEncoderAttention) -> InputHook[QueriesAndKeys]:
-        """Hook on the attention module of one layer."""
+        """Hook that reads queries and keys at the inputs of one layer's attention module."""
 
         def read(
             query: Tensor, key: Tensor, *args: Tensor, **named: Tensor
@@ -101,8 +101,8 @@ class QueriesAndKeys:
     def received(self, counts: Sequence[int] | None = None) -> list[Tensor]:
         """Attention that each token receives, ``(n,)`` float32 for every sequence of the batch.
 
-        The mean over queries and heads, for towers without [CLS]. ``counts`` are the lengths of
-        sequences that lie one behind another in a batch of one.
+        It is the mean over queries and heads, for towers without [CLS]. ``counts`` are the lengths
+        of sequences that are concatenated in a batch of one.
         """
         if counts is not None:
             queries, keys = (
@@ -122,9 +122,9 @@ class QueriesAndKeys:
         return sequences
 
     def cls_attention(self) -> Tensor:
-        """``(B, N)`` float32: the row of [CLS], which comes first, averaged over heads.
+        """``(B, N)`` float32: the attention of [CLS], which comes first, averaged over heads.
 
-        [CLS] itself is left out.
+        The entry of [CLS] itself is left out.
         """
         scores = torch.einsum(
             "bhd,bnhd->bhn", self.query[:, 0].float(), self.key.float()
@@ -138,11 +138,11 @@ class QueriesAndKeys:
 
     @property
     def _heads(self) -> int:
-        """Heads of all ranks."""
+        """Number of heads on all ranks."""
         return self.query.shape[2] * world_size()
 
     def _sum(self, total: Tensor) -> Tensor:
-        """The sum over tensor-parallel ranks, bit-identical on every one."""
+        """The sum over tensor-parallel ranks, bit-identical on each of them."""
         if world_size() == 1:
             return total
         from vllm.distributed import tensor_model_parallel_all_reduce
@@ -155,28 +155,29 @@ class Merger(NamedTuple):
     """A patch merger, which makes one token of the patches of a cell."""
 
     module: nn.Module
-    """Called with patches ``(P, ..., C)``, those of each token one behind another."""
+    """The merger's module, called with patches ``(P, ..., C)``, those of a token being consecutive.
+    """
     patches: int
-    """Patches of each token."""
+    """Number of patches of each token."""
     scored: nn.Module
-    """The module before which norms are taken, called with patches of the same order."""
+    """The module before which norms are taken, called with patches in the same order."""
     joined: bool = False
-    """Whether they are called with tokens ``(..., patches * C)`` instead."""
+    """Whether both modules are called with tokens ``(..., patches * C)`` instead."""
     channels_first: bool = False
-    """Whether those are ``(..., C * patches)``."""
+    """Whether the channels of such a token are ordered ``(C, patches)``."""
 
     def split(self, *inputs: Any, **named: Any) -> Tensor:
-        """``(N, patches, C)`` of what a module was called with."""
+        """The input of a module as ``(N, patches, C)``."""
         patches: Tensor = inputs[0]
         width = patches.shape[-1] // (self.patches if self.joined else 1)
         if self.channels_first:
             return patches.reshape(-1, width, self.patches).transpose(1, 2)
         return patches.reshape(-1, self.patches, width)
 
-    # What enters, several times as many numbers as the output, is reduced within the hooks.
+    # Inputs have several times as many numbers as the output, so hooks reduce them at once.
 
     def hook_rows(self) -> InputHook[Tensor]:
-        """Hook on what enters: tokens ``(N, C)`` float32, the mean of each one's patches."""
+        """Hook that reads tokens ``(N, C)`` float32 of the merger's input: means of patches."""
 
         def read(*inputs: Tensor, **named: Tensor) -> Tensor:
             return self.split(*inputs, **named).mean(dim=1, dtype=torch.float32)
@@ -184,9 +185,9 @@ class Merger(NamedTuple):
         return InputHook(self.module, read)
 
     def hook_norms(self) -> InputHook[Tensor]:
-        """Hook on the norms of what enters: sum of absolute values and Euclidean norm.
+        """Hook that reads L1 and Euclidean norms ``(N, 2)`` float32 of the merger's input.
 
-        ``(N, 2)`` float32, the mean over a token's patches; of its one row where they are joined.
+        Norms are means over a token's patches, or those of its single row if patches are joined.
         """
 
         def read(*inputs: Tensor, **named: Tensor) -> Tensor:
@@ -199,7 +200,6 @@ class Merger(NamedTuple):
 
 
 # Attention and keys of the vision-tower layer after the one that the model reads.
-#
 # vLLM builds the tower only up to the feature layer, so this layer's norm and its two projections
 # are copied from the checkpoint while it is loaded.
 
@@ -211,9 +211,9 @@ NEXT_LAYER_WEIGHTS = tuple(
 
 
 class NextTowerLayer:
-    """``layer_norm1``, ``q_proj`` and ``k_proj`` of one CLIP layer, whole on every rank.
+    """``layer_norm1``, ``q_proj`` and ``k_proj`` of one CLIP layer, unsharded on every rank.
 
-    Not a module: vLLM's loader must not look for its weights.
+    It is not a module, because vLLM's loader must not look for its weights.
     """
 
     def __init__(self, config: CLIPVisionConfig, layer: int) -> None:
@@ -231,7 +231,8 @@ class NextTowerLayer:
     ) -> Iterator[tuple[str, Tensor]]:
         """Pass the weights through; copy this layer's to the device and dtype of ``like``.
 
-        Or of those it has: while vLLM loads a model anew, its parameters are on the meta device.
+        If ``like`` is on the meta device, because vLLM loads the model anew, the device and dtype
+        of the existing copies are used.
         """
         like = next(iter(self._weights.values()), like)
         names = "|".join(map(re.escape, NEXT_LAYER_WEIGHTS))
@@ -248,7 +249,7 @@ class NextTowerLayer:
             yield name, weight
 
     def require_weights(self) -> None:
-        """Raises :class:`ConfigError` with every part that the checkpoint does not have."""
+        """Raise :class:`ConfigError` with every weight that the checkpoint lacks."""
         problems = []
         for name, shape in self._shapes.items():
             where = f"vision_tower...encoder.layers.{self._layer}.{name}"
@@ -267,7 +268,7 @@ class NextTowerLayer:
             raise ConfigError("next layer of the vision tower", problems)
 
     def init_dummy_weights(self, like: Tensor) -> None:
-        """Draw random weights where none were loaded at all (``--load-format dummy``)."""
+        """Draw random weights if none were loaded at all (``--load-format dummy``)."""
         if self._weights:
             return
         source = torch.Generator().manual_seed(self._layer)
@@ -278,7 +279,8 @@ class NextTowerLayer:
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Attention ``(B, N)`` float32 and keys ``(B, N, Dv)`` of states ``(B, 1 + N, Dv)``.
 
-        A single head as wide as the tower, over [CLS] and patches; the [CLS] row, patches only.
+        Attention is a single head as wide as the tower, over [CLS] and patches: the [CLS] row,
+        without the entry of [CLS] itself.
         """
         norm, query, key = (
             (self._weights[f"{part}.weight"], self._weights[f"{part}.bias"])
