@@ -20,6 +20,7 @@ from tests.evaluation.test_question_reader import (
     write,
 )
 from tests.evaluation.test_questions import INLINE, refuse_questions
+from vllm_autoprune.evaluation.journal import PAIRS
 from vllm_autoprune.evaluation.questions import read_questions
 
 LETTER = "\nAnswer with the option's letter from the given choices directly."
@@ -151,6 +152,13 @@ SWIFT = {
     ],
     "images": ["a.png", {"bytes": None, "path": "b.jpg"}],
 }
+TRL = {
+    "messages": [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}
+    ],
+    "images": ["a.png"],
+    "solution": "4",
+}
 SHAREGPT = {
     "system": "Be brief.",
     "conversations": [
@@ -257,6 +265,11 @@ LAYOUTS: Mapping[str, tuple[Mapping[str, str | bytes], Sequence[Asked]]] = {
         [("Same?", ("no",), "text", "all", ["a.png", "b.jpg"]),
          ("Which?", ("this",), "text", "all", ["a.png"]),
          ("Which?\nNow", ("this",), "text", "all", ["a.png"])]),
+    "TRL, and Qwen-VL's conversations": ({"q.jsonl": jsonl(TRL, {"conversations": [
+        {"from": "user", "value": "Picture 1: <img>a.png</img>\nWhich?"},
+        {"from": "assistant", "value": "this"}]})},
+        [("?", ("4",), "text", "all", ["a.png"]),
+         ("Picture 1:\nWhich?", ("this",), "text", "all", ["a.png"])]),
     "ShareGPT": ({"q.json": json.dumps([SHAREGPT])},
         [("Which?", ("this",), "text", "all", ["a.png"])]),
     "logs of Anthropic's, Qwen's and the Responses API": ({"log.jsonl": jsonl(
@@ -313,6 +326,7 @@ def test_rows_with_some_columns_of_a_data_set_are_of_ones_own(
         {"image_id": 7, "answer_type": "number"},
         {"type": "chart", "id": 3},
         {"doc_id": 1, "target": "5"},
+        {"text": "seen in it", "question_id": 2},
     ):
         path = write(tmp_path, {"q.jsonl": jsonl({**line, **others})}) / "q.jsonl"
         assert list_asked(path) == [("?", ("4",), "text", "all", ["a.png"])]
@@ -383,6 +397,21 @@ def test_a_file_without_its_library_and_folders_of_two_splits_are_refused(
     assert "which pyarrow reads -> pip install 'vllm-autoprune[data]'" in said
 
 
+def test_columns_that_a_data_set_never_has_keep_their_meaning(tmp_path: Path) -> None:
+    pair = {"image": "a.png", "pair": 1}
+    lines = (
+        {"index": 1, "question": "1?", "answer": "yes", **pair},
+        {"index": 2, "question": "2?", "answer": "no", **pair},
+    )
+    path = write(tmp_path, {"q.jsonl": jsonl(*lines)}) / "q.jsonl"
+    assert {question[3] for question in list_asked(path)} == {PAIRS}
+    pope = {"image": "a.png", "text": "A cat?", "label": "no"}
+    write(tmp_path, {"q.jsonl": jsonl(pope)})
+    assert list_asked(path) == [("A cat?", ("no",), "yes_no", "all", ["a.png"])]
+    write(tmp_path, {"q.jsonl": jsonl({**pope, "answer": "yes"})})
+    assert "'question' is missing" in refuse_questions(path)[0]
+
+
 WRONG = {
     "an answer that is no option": (
         {**SCIENCE, "image": "a.png", "answer": 5},
@@ -395,6 +424,18 @@ WRONG = {
     "a picture too many": (
         {**SWIFT, "images": ["a.png"] * 3},
         "has 3 files for 2 <image> -> give one for each",
+    ),
+    "an answer of another kind": (
+        {"image": "a.png", "question": "?", "answer": {"text": "4"}},
+        "'answer' is not text",
+    ),
+    "two names of one field": (
+        {"image": "a.png", "question": "?", "answer": "4", "answers": ["5"]},
+        "has 'answer' and 'answers', of which one can be read",
+    ),
+    "a picture too many for TRL's parts": (
+        {**TRL, "images": ["a.png", "b.jpg"]},
+        "has 2 files for 1 <image>",
     ),
     "a file by its id": (
         {

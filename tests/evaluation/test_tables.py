@@ -60,11 +60,11 @@ READ: Mapping[str, tuple[str, list[Row]]] = {
 REFUSED = {
     "a comma too many": (
         "image,question,answer\na.png,?,4\na.png,red, or blue?,4\n",
-        ":3: has 4 cells, and the header 3 -> quote cells that have ',' in them",
+        ":3: has 4 cells, and the header 3 -> quote cells that have ',' or quotes in them",
     ),
     "an open quote": (
         'image,question,answer\na.png,?,4\na.png,"what?,5\na.png,?,6\n',
-        ":3: is not a row (unexpected end of data)",
+        ":3: has quotes that do not end its cell (unexpected end of data)",
     ),
     "a column twice": (
         "image,question,Question,answer\na.png,?,?,4\n",

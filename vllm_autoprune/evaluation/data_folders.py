@@ -9,7 +9,7 @@ from pathlib import Path
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation.records import parse, read_lines
 
-_METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 """Of ImageFolder, in the folder or in one for each split."""
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}(-[0-9a-f]+)?\.parquet")
 
@@ -28,10 +28,10 @@ def find_record_files(folder: Path) -> Sequence[Path]:
         return find_record_files(
             _choose(folder, [folder / str(name) for name in splits])
         )
-    for name in _METADATA:
+    for name in METADATA:
         if (folder / name).is_file():
             return [folder / name]
-    inner = sorted(path for name in _METADATA for path in folder.glob(f"[!._]*/{name}"))
+    inner = sorted(path for name in METADATA for path in folder.glob(f"[!._]*/{name}"))
     if inner:
         return [_choose(folder, inner)]
     return _find_shards(folder) or _find_shards(folder / "data")

@@ -11,9 +11,8 @@ from vllm_autoprune.errors import Problem
 from vllm_autoprune.evaluation.asked_question import AskedQuestion, ask
 from vllm_autoprune.evaluation.data_sets.registry import DataFile
 from vllm_autoprune.evaluation.pictures import (
-    VIDEOS,
     PictureSource,
-    picture_endings,
+    is_picture,
 )
 from vllm_autoprune.evaluation.records import read_lines
 from vllm_autoprune.stream import one_line
@@ -109,16 +108,12 @@ def _list_section(
         for path in _list_visible(texts)
         if path.suffix == ".txt" and path.name != _SHARED
     }
-    pictures = [path for path in _list_visible(images) if _is_picture(path)]
+    pictures = [path for path in _list_visible(images) if is_picture(path)]
     for stem in by_name.keys() - {path.stem for path in pictures}:
         what = f"has questions about no picture: {images} has none of its name"
         fix = f"rename it {_SHARED} if they are about every picture, or remove it"
         problems.append(Problem(str(by_name[stem]), what, fix))
     return by_name, pictures
-
-
-def _is_picture(path: Path) -> bool:
-    return path.suffix.lower() in picture_endings() or path.suffix.lower() in VIDEOS
 
 
 def _list_visible(folder: Path) -> list[Path]:
@@ -138,6 +133,6 @@ def _note_others(root: Path, folder: Path, data: DataFile) -> None:
             if path.is_dir():
                 is_read = folder == root or path in sections
             else:
-                is_read = path.suffix == ".txt" or _is_picture(path)
+                is_read = path.suffix == ".txt" or is_picture(path)
             if not is_read:
-                data.not_pictures.append(one_line(path.relative_to(root), 80))
+                data.unread.append(one_line(path.relative_to(root), 80))

@@ -441,6 +441,13 @@ def picture_endings() -> frozenset[str]:
     )
 
 
+def is_picture(path: Path) -> bool:
+    """Whether a file is named as a picture or a video that can be read."""
+    ending = path.suffix.lower()
+    is_named = ending in picture_endings() or ending in VIDEOS
+    return is_named and path.name[0] != "." and not path.is_dir()
+
+
 def _decode(content: bytes) -> tuple[str, Image.Image]:
     """Format of a picture, and its first frame in RGB, as in vllm/multimodal/media/image.py."""
     _register_formats()

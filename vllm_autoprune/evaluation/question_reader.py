@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.asked_question import AskedQuestion
-from vllm_autoprune.evaluation.data_folders import find_record_files
+from vllm_autoprune.evaluation.data_folders import METADATA, find_record_files
 from vllm_autoprune.evaluation.data_sets.conversations import unwrap_request
 from vllm_autoprune.evaluation.data_sets.registry import (
     DataFile,
@@ -52,6 +52,8 @@ class QuestionReader:
                 if self._images is None and file.parent not in self.file.folders:
                     self.file.folders.append(file.parent)
                 yield from self._read_file(file, problems)
+                if file.name in METADATA:
+                    self.file.note_unread(file.parent)
         except ConfigError as error:
             problems += error.problems
         except OSError as error:  # of the folder
@@ -86,5 +88,6 @@ def _explain(error: ValidationError) -> str:
     meanings = dict[str, str]()
     for detail in error.errors(include_url=False):
         name = "".join(f"{str(field)[:40]!r} " for field in detail["loc"][:1])
-        meanings.setdefault(name, _MEANINGS.get(detail["type"], detail["msg"]))
+        reason = detail["msg"].removeprefix("Value error, ")
+        meanings.setdefault(name, _MEANINGS.get(detail["type"], reason))
     return "; ".join(f"{name}{meaning}" for name, meaning in meanings.items())

@@ -157,7 +157,7 @@ def _read_table(
     for number, row in read_rows(header, (line for _, line in numbered)):
         where = f"{path}:{number}"
         if isinstance(row, str):
-            fix = f"quote cells that have {header.delimiter!r} in them"
+            fix = f"quote cells that have {header.delimiter!r} or quotes in them"
             yield where, Problem(where, row, fix)
         else:
             yield where, row

@@ -127,7 +127,10 @@ def read_rows(
                 yield number, _read_cells(header, cells)
             number = header.number + rows.line_num + 1
     except csv.Error as error:
-        yield number, f"is not a row ({error})"
+        yield (
+            number,
+            f"has quotes that do not end its cell ({error}): double those in it",
+        )
 
 
 def _is_comment(header: Header, cells: Sequence[str]) -> bool:

@@ -9,7 +9,12 @@ from typing import Any
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation.asked_question import AskedQuestion, render
 from vllm_autoprune.evaluation.data_sets.chat_parts import read_part
-from vllm_autoprune.evaluation.data_sets.registry import Record, data_set, list_media
+from vllm_autoprune.evaluation.data_sets.registry import (
+    Record,
+    data_set,
+    list_media,
+    list_texts,
+)
 from vllm_autoprune.evaluation.pictures import PictureSource
 from vllm_autoprune.evaluation.records import parse
 
@@ -47,7 +52,7 @@ def _is_responses(value: object) -> bool:
     )
 
 
-@data_set("messages", others="images image videos video system")
+@data_set("messages", others="images image videos video system solution")
 def read_messages(record: Record) -> AskedQuestion | str:
     """Chat messages of OpenAI's, Anthropic's or Qwen's form, or with media beside them."""
     return read_turns(record, record.fields["messages"], "role", "content")
@@ -129,8 +134,8 @@ def read_turns(
     render(messages, sources.append)
     if not sources:
         return _WITHOUT_PICTURE
-    answers = (answer,) if answer.strip() else ()
-    return AskedQuestion(record.where, messages, answers)
+    answers = [answer] if answer.strip() else list_texts(record.fields.get("solution"))
+    return AskedQuestion(record.where, messages, tuple(map(str, answers)))
 
 
 def _join_text(content: object) -> str:
@@ -141,13 +146,13 @@ def _join_text(content: object) -> str:
     )
 
 
-_MARK = re.compile("(<image>|<video>)")
+_MARK = re.compile("(<image>|<video>|<img>[^<]+</img>)")
 
 
 def _place_media(record: Record, messages: Sequence[dict[str, Any]]) -> None:
     """Put media that a record has beside its messages in the places of their marks.
 
-    Without a mark they are before the first text of the user, as ms-swift has it. Raises
+    Without a mark they are before the user's first text, as ms-swift has it. Raises
     :class:`ConfigError` for another number of marks.
     """
     fields = record.fields
@@ -155,33 +160,45 @@ def _place_media(record: Record, messages: Sequence[dict[str, Any]]) -> None:
         "<image>": list_media(fields.get("images") or fields.get("image")),
         "<video>": list_media(fields.get("videos") or fields.get("video")),
     }
-    texts = [m["content"] for m in messages if isinstance(m["content"], str)]
+    split = [_split_marks(message["content"]) for message in messages]
     for mark, names in media.items():
-        count = sum(text.count(mark) for text in texts)
-        if names and count == 0:
-            _prepend(messages, mark * len(names))
+        count = sum(parts.count(mark) for parts in split)
+        roles = [message["role"] for message in messages]
+        if names and count == 0 and "user" in roles:
+            split[roles.index("user")][:0] = [mark] * len(names)
         elif count != len(names) and (names or "conversations" in fields):
             what = f"has {len(names)} files for {count} {mark}"
-            fix = "give one for each"
-            raise ConfigError.of(record.where, what, fix, subject="data")
+            raise ConfigError.of(
+                record.where, what, "give one for each", subject="data"
+            )
     queues = {mark: iter(names) for mark, names in media.items() if names}
-    for message in messages:
-        if isinstance(message["content"], str) and any(
-            mark in message["content"] for mark in queues
-        ):
-            message["content"] = _split_marks(message["content"], queues)
+    for message, parts in zip(messages, split, strict=True):
+        placed = [_place(part, queues) for part in parts]
+        if placed != parts:
+            message["content"] = placed
 
 
-def _prepend(messages: Sequence[dict[str, Any]], marks: str) -> None:
-    for message in messages:
-        if message["role"] == "user" and isinstance(message["content"], str):
-            message["content"] = f"{marks}{message['content']}"
-            return
+def _split_marks(content: object) -> list[object]:
+    """The parts of a message, in which a mark is by itself."""
+    if isinstance(content, str):
+        return [piece.strip() for piece in _MARK.split(content) if piece.strip()]
+    parts = content if isinstance(content, list) else []
+    return [_read_mark(part) for part in parts]
 
 
-def _split_marks(text: str, queues: Mapping[str, Iterator[object]]) -> list[object]:
-    """The parts of a text with marks, each of which takes the next file of its kind."""
-    pieces = [piece.strip() for piece in _MARK.split(text) if piece.strip()]
-    return [
-        {"image": next(queues[piece])} if piece in queues else piece for piece in pieces
-    ]
+def _read_mark(part: object) -> object:
+    """The mark of TRL's part that has a type alone; another part as it is."""
+    if isinstance(part, dict) and [n for n in part if part[n] is not None] == ["type"]:
+        return f"<{part['type']}>"
+    return part
+
+
+def _place(part: object, queues: Mapping[str, Iterator[object]]) -> object:
+    """The next file of a mark, or the one that Qwen's has in it; another part as it is."""
+    if not isinstance(part, str):
+        return part
+    if part in queues:
+        return {"image": next(queues[part])}
+    if _MARK.fullmatch(part) and part.startswith("<img>"):
+        return {"image": part.removeprefix("<img>").removesuffix("</img>")}
+    return part

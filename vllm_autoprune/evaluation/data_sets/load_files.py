@@ -26,9 +26,17 @@ def read_content(record: Record) -> AskedQuestion | str:
     return read_turns(record, [message], "role", "content")
 
 
-@data_set("text image", others="output_length extra", without="question")
-@data_set("text images", others="output_length extra", without="question")
-@data_set("texts images", others="output_length extra", without="question")
+@data_set(
+    "text image", others="output_length extra", without="question answer answers label"
+)
+@data_set(
+    "text images", others="output_length extra", without="question answer answers label"
+)
+@data_set(
+    "texts images",
+    others="output_length extra",
+    without="question answer answers label",
+)
 def read_single_turn(record: Record) -> AskedQuestion:
     """A request of AIPerf's ``single_turn`` or of GenAI-Perf; several texts are its lines."""
     fields = record.fields

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,7 +21,11 @@ from pydantic import (
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation.answers import Rule
 from vllm_autoprune.evaluation.asked_question import AskedQuestion, ask
-from vllm_autoprune.evaluation.pictures import PictureSource, find_picture
+from vllm_autoprune.evaluation.pictures import (
+    PictureSource,
+    find_picture,
+    is_picture,
+)
 from vllm_autoprune.evaluation.tables import is_box, rename
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.stream import one_line
@@ -41,8 +46,8 @@ class DataFile:
         """Records by the reason why they are not asked."""
         self.passed_over: dict[str, None] = {}
         """Columns that no question has, in order."""
-        self.not_pictures: list[str] = []
-        """Files and folders in a folder of pictures that are not read."""
+        self.unread: list[str] = []
+        """Files and folders in a folder of pictures that no question is about."""
 
     def find(self, where: str, text: str) -> PictureSource:
         """The source of a picture; a problem with it is raised once, then without words."""
@@ -54,6 +59,13 @@ class DataFile:
         if (source := self._sources[key]) is None:
             raise ConfigError("image", [])
         return source
+
+    def note_unread(self, folder: Path) -> None:
+        """Note the pictures in a folder and those in it that no record has named."""
+        addresses = {source.address for source in self._sources.values() if source}
+        for path in sorted(folder.rglob("*")):
+            if is_picture(path) and str(path) not in addresses:
+                self.unread.append(one_line(path.relative_to(folder), 80))
 
     def notes(self) -> list[str]:
         """What is not asked, in words."""
@@ -68,9 +80,9 @@ class DataFile:
             notes.append(
                 f"passed over columns that no question has: {', '.join(names)}"
             )
-        if files := self.not_pictures:
+        if files := self.unread:
             shown = ", ".join(files[:_SHOWN]) + ", ..." * (len(files) > _SHOWN)
-            note = f"passed over {len(files)} that are no picture: {shown}"
+            note = f"passed over {len(files)} files that no question is about: {shown}"
             if any(file.lower().endswith((".heic", ".heif")) for file in files):
                 note += " (pip install 'vllm-autoprune[data]' reads HEIC)"
             notes.append(note)
@@ -87,10 +99,12 @@ class Record(NamedTuple):
 
     def existing(self, *names: str) -> str | None:
         """The first of these names that is a file or a folder of the data."""
-        folders = self.file.folders
-        return next(
-            (name for name in names if any((f / name).exists() for f in folders)), None
-        )
+        for name in names:
+            for folder in self.file.folders:
+                with contextlib.suppress(OSError, ValueError):  # a long name, a NUL
+                    if (folder / name).exists():
+                        return name
+        return None
 
 
 Reader = Callable[[Record], AskedQuestion | str]
@@ -157,7 +171,9 @@ Text = Annotated[str, StringConstraints(pattern=r"\S")]  # not blank
 def list_texts(value: object) -> list[object]:
     """A text, a list of texts, or of objects with an answer, as a list; a box is one text."""
     values = value if isinstance(value, list) else [] if value is None else [value]
-    texts = (item.get("answer") if isinstance(item, dict) else item for item in values)
+    texts = (
+        item.get("answer", item) if isinstance(item, dict) else item for item in values
+    )
     return [
         _join_box(item) if is_box(item) else item for item in texts if item is not None
     ]
@@ -171,8 +187,9 @@ def list_media(value: object) -> list[object]:
     """The names of pictures or videos, each a text or an object with its path or address."""
     values = value if isinstance(value, list) else [] if value is None else [value]
     return [
-        item.get("path") or item.get("url") if isinstance(item, dict) else item
+        item.get("path") or item.get("url") or item if isinstance(item, dict) else item
         for item in values
+        if item is not None
     ]
 
 
@@ -196,9 +213,17 @@ class Line(FrozenModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _box(cls, fields: Any) -> Any:
-        """Under ``answer``, four numbers are a box."""
-        if isinstance(fields, dict) and is_box(fields.get("answer")):
+    def _check_fields(cls, fields: Any) -> Any:
+        """Refuse two names of one field; under ``answer``, four numbers are a box."""
+        if not isinstance(fields, dict):
+            return fields
+        for names in (("image", "images", "video", "videos"), ("answer", "answers")):
+            present = [repr(name) for name in names if name in fields]
+            if len(present) > 1:
+                raise ValueError(
+                    f"has {' and '.join(present)}, of which one can be read"
+                )
+        if is_box(fields.get("answer")):
             return {**fields, "answer": [fields["answer"]]}
         return fields
 

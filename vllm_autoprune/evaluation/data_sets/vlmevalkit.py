@@ -16,6 +16,7 @@ from vllm_autoprune.evaluation.pictures import PictureSource
 @data_set(
     "index question",
     others=f"answer category hint image image_path video {' '.join(ascii_uppercase)}",
+    without="answers images pair",
 )
 def read_vlmevalkit(record: Record) -> AskedQuestion:
     """A row whose options are columns named by letters."""

@@ -9,8 +9,9 @@ from vllm_autoprune.evaluation.data_sets.registry import (
 )
 
 
-@data_set("question_id image text", others="label category", without="question")
-@data_set("question_id video text", others="label category", without="question")
+@data_set("image text label", others="question_id category", without="question answer")
+@data_set("question_id image text", others="category", without="question answer")
+@data_set("question_id video text", others="category", without="question answer")
 @data_set("question_id question answer image_source image category", others="id")
 def read_pope(record: Record) -> AskedQuestion:
     """A question of POPE, from its own JSON or the Hub, or one of LLaVA's without an answer."""
