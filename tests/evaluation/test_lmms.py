@@ -320,40 +320,37 @@ def call(tmp_path: Path, server: FakeServer) -> Callable[..., int]:
     )
 
 
+TWO_STATES = ("--state", "visionzip", "--state", "trim")
+
+
 def test_every_state_is_measured_on_one_server(
-    tmp_path: Path,
-    call: Callable[..., int],
-    runs: list[dict[str, Any]],
-    capsys: Captured,
+    call: Callable[..., int], runs: list[dict[str, Any]], capsys: Captured
 ) -> None:
-    words = [
-        "--state",
-        "visionzip",
-        "--state",
-        "trim",
-        "--insecure",
-        "--header",
-        "X-Team=t",
-    ]
+    words = (*TWO_STATES, "--insecure", "--header", "X-Team=t")
     assert call("mme,gqa", *words, "--dry-run") == 0 and not runs
     assert "6 cases x 2 tasks: 12 runs" in capsys.readouterr().out
     assert call("mme,gqa", *words) == 0
-    page = capsys.readouterr().out
-    assert "| trim | 8 | status 400: not on this server |" in page
-    assert "By kind: GQA 0.0 (0.0 to 0.0): too few images; attributes 0.0 (" in page
     assert [run["--tasks"] for run in runs] == ["gqa", "mme"] * 5
     assert runs[0]["pruning"] == {"enabled": False} and runs[0]["insecure"]
     assert runs[0]["headers"]["X-Team"] == "t" and runs[-1]["pruning"]["budget"] == 8
     assert call("mme,gqa", *words, "--resume") == 0
     assert len(runs) == 10, "complete tasks are not repeated"
+
+
+@pytest.mark.usefixtures("runs")
+def test_the_report_of_lmms_has_scores_and_kinds_of_each_task(
+    tmp_path: Path, call: Callable[..., int], capsys: Captured
+) -> None:
+    assert call("mme,gqa", *TWO_STATES) == 0
+    page = capsys.readouterr().out
+    assert "| trim | 8 | status 400: not on this server |" in page
+    assert "By kind: GQA 0.0 (0.0 to 0.0): too few images; attributes 0.0 (" in page
     report = json.loads((tmp_path / "report.json").read_text())
     rows = {row["case"]["name"]: row for row in report["rows"]}
     assert set(rows) == {"full", "random@8", "resized@8", "norm@8", "visionzip@8"}
     assert rows["full"]["benchmarks"] == {"GQA": 100.0, "MME": 1.0}
-    assert (rows["full"]["prompt_tokens"], rows["visionzip@8"]["prompt_tokens"]) == (
-        159.86,
-        59.86,
-    )
+    tokens = [rows[name]["prompt_tokens"] for name in ("full", "visionzip@8")]
+    assert tokens == [159.86, 59.86]
     records = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
     pairs = [record["pair"] for record in records if record["kind"] == "question"]
     assert sorted(pairs) == [""] * 4 + ["attributes/a.png"] * 2 + ["fine text/a.png"]

@@ -1,20 +1,16 @@
-"""Batches of images: rows, controls, inputs, regions; fallbacks, checks, caches, metrics."""
+"""Batches of images: rows, controls, inputs, regions, and what is selected together."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.multiprocess import MultiProcessCollector
 from torch import Tensor
 
 from tests.serving.unit.samples import (
@@ -30,8 +26,6 @@ from tests.serving.unit.samples import (
     rows_of,
     served,
 )
-from tests.tpdsl.samples import images as visual_tokens
-from tests.tpdsl.samples import state
 from vllm_autoprune import Grid, PruningPolicy, VisualTokens, materialize
 from vllm_autoprune.serving.plan import Choice, Chooser
 from vllm_autoprune.serving.worker import batch, selection
@@ -40,9 +34,7 @@ from vllm_autoprune.serving.worker.features import (
     ImageFeatures,
     IndexCache,
     Region,
-    TensorCache,
 )
-from vllm_autoprune.serving.worker.metrics import SELECTION, Stopwatch, WorkerMetrics
 from vllm_autoprune.serving.worker.question import InputEmbeddings
 from vllm_autoprune.serving.worker.rows import KeptRows
 from vllm_autoprune.serving.worker.selection import (
@@ -53,9 +45,7 @@ from vllm_autoprune.tpdsl.base_policy import (
     BASE_POLICIES,
     ReferenceSelection,
     RefinedTokens,
-    TokenSelection,
 )
-from vllm_autoprune.tpdsl.refine import _evenly_spaced, keep_reference, select_tokens
 from vllm_autoprune.tpdsl.tokens import split_over_parts
 
 SPLIT = served({"/core": {"share": 0.5}})
@@ -425,243 +415,6 @@ def test_every_tile_counts_the_same_and_the_first_part_takes_the_rest() -> None:
     ]
 
 
-# ---- selection with its fallbacks, caches, metrics ----
-
-POLICY = materialize(state({"/constraints/selector/q_e": 4}), 8)
-
-
-# ---- fallbacks ----
-
-
-def fail(*_: object) -> Any:
-    raise RuntimeError("broken")
-
-
-@pytest.mark.parametrize("kind", ["reference", "uniform"])
-def test_an_exception_falls_back_to_the_reference_and_then_to_evenly_spaced_tokens(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reporter = FallbackReporter()
-    tokens = visual_tokens()
-    expected = keep_reference(POLICY, tokens).indices
-    monkeypatch.setattr(selection, "select_tokens", fail)
-    if kind == "uniform":
-        monkeypatch.setattr(selection, "select_reference", fail)
-        expected = _evenly_spaced(2, tokens.count, 8, tokens.features.device)
-    result = select_with_fallback(POLICY, tokens, reporter)
-    assert torch.equal(result.indices, expected)
-    assert {key: n for key, n in reporter.counts().items() if n} == {(kind, "error"): 2}
-    assert reporter.errors == {"RuntimeError": 1 + (kind == "uniform")}
-
-
-def test_fallbacks_and_errors_add_up_and_each_kind_is_logged_once(
-    logged: pytest.LogCaptureFixture,
-) -> None:
-    reporter = FallbackReporter()
-    assert set(reporter.counts().values()) == {0}
-    for codes in ([0, 0], [1, 0], [1, 1], [0], [2], [2], [1], [0]):
-        reporter.report(torch.tensor(codes, dtype=torch.uint8))
-    kinds = "none", "reference", "uniform"
-    assert [reporter.counts()[kind, "scores"] for kind in kinds] == [5, 4, 2]
-    lines = [record.getMessage() for record in logged.records]
-    assert [[kind in line for kind in kinds[1:]] for line in lines] == [
-        [True, False],
-        [False, True],
-    ]
-    logged.clear()
-    for error in (ValueError("a"), ValueError("b"), KeyError("c")):
-        reporter.report_error(error)
-    assert reporter.errors == {"ValueError": 2, "KeyError": 1}
-    assert [r.exc_info[0] for r in logged.records if r.exc_info] == [
-        ValueError,
-        KeyError,
-    ]
-
-
-# ---- the bounds of a state ----
-
-
-def break_bounds(
-    monkeypatch: pytest.MonkeyPatch, number: int, broken: Sequence[int]
-) -> None:
-    """Have one image of each batch keep these tokens, whatever its policy selects."""
-
-    def select(*inputs: Any) -> TokenSelection:
-        chosen = select_tokens(*inputs)
-        chosen.indices[number] = torch.tensor(broken)
-        return chosen
-
-    monkeypatch.setattr(selection, "select_tokens", select)
-
-
-@pytest.mark.parametrize("broken", ["a token twice", "too few of the base policy's"])
-def test_a_selection_that_breaks_its_bounds_is_replaced_for_its_image_alone(
-    broken: str, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
-) -> None:
-    tokens = visual_tokens(batch=3)
-    reporter = FallbackReporter()
-    sound = select_with_fallback(POLICY, tokens, reporter)
-    reference = keep_reference(POLICY, tokens)
-    picks = reference.indices[1].tolist()
-    unpicked = [token for token in range(tokens.count) if token not in picks]
-    unsafe = (
-        [*picks[:7], picks[0]]
-        if broken == "a token twice"
-        else [*picks[:3], *unpicked[:5]]
-    )
-    break_bounds(monkeypatch, 1, unsafe)
-    refined = select_with_fallback(POLICY, tokens, reporter)
-    assert torch.equal(refined.indices[1], reference.indices[1])
-    assert torch.equal(refined.indices[[0, 2]], sound.indices[[0, 2]])
-    counts = reporter.counts()
-    assert (counts["reference", "unsafe"], counts["none", "scores"]) == (1, 5)
-    reporter.report(refined.fallback[:0])
-    (record,) = logged.records
-    assert "reference tokens (unsafe)" in record.getMessage()
-
-
-def test_a_selection_may_exchange_as_many_tokens_as_its_state_allows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Four of eight, at other tokens than those that the policy would choose."""
-    tokens = visual_tokens()
-    reporter = FallbackReporter()
-    picks = keep_reference(POLICY, tokens).indices[1].tolist()
-    unpicked = [token for token in range(tokens.count) if token not in picks]
-    allowed = sorted([*picks[:4], *unpicked[:4]])
-    break_bounds(monkeypatch, 1, allowed)
-    refined = select_with_fallback(POLICY, tokens, reporter)
-    assert refined.indices[1].tolist() == allowed
-    assert refined.fallback.tolist() == [0, 0]
-
-
-# ---- ranks ----
-
-
-@pytest.mark.parametrize("extra", [0, 2])
-@pytest.mark.parametrize(
-    "broken",
-    [
-        (selection, ("select_tokens",)),
-        (selection, ("select_tokens", "select_reference")),
-        (selection, ("assemble_rows",)),
-        (batch._RegionBatch, ("_make_tokens",)),
-    ],
-    ids=["policy", "base policy", "rows", "inputs"],
-)
-def test_a_rank_that_raises_takes_part_in_the_same_broadcasts(
-    extra: int, broken: tuple[Any, Sequence[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A broadcast less, or a shorter one, would hang all ranks; and all remember the same."""
-    sent: list[Tensor] = []
-
-    def broadcast(packed: Tensor) -> Tensor:
-        sent.append(packed)
-        return sent[0]  # rank 0's
-
-    def first_tokens(
-        _: object, tokens: VisualTokens, budget: int
-    ) -> ReferenceSelection:
-        picks = torch.arange(budget - extra).expand(tokens.batch, -1)
-        return ReferenceSelection(picks, extra=torch.ones(tokens.batch, extra, 16))
-
-    base = replace(BASE_POLICIES["cdpruner"], needs=frozenset(), function=first_tokens)
-    monkeypatch.setitem(BASE_POLICIES, "cdpruner", base)
-    for module in (selection, batch):
-        monkeypatch.setattr(module, "world_size", lambda: 2)
-    monkeypatch.setattr(selection, "broadcast_rank_zero", broadcast)
-    plans = [plan(8, 1), plan(8, 2)]
-    pictures = images(2)
-    sound = prune(plans, pictures, blind())
-    owner, names = broken
-    for name in names:
-        monkeypatch.setattr(owner, name, fail)
-    context = SelectionContext(blind(), parts(), FallbackReporter())
-    rows = batch.prune_images(context, plans, pictures)
-    assert [packed.shape for packed in sent] == [(2, 9), (2, 9)]
-    assert len(context.indices) == len(plans)
-    if extra == 0:
-        assert all(torch.equal(*pair) for pair in zip(rows, sound, strict=True))
-
-
-# ---- the cache of features ----
-
-
-def sized(units: int) -> ImageFeatures:
-    """Features of ``16 * units`` bytes."""
-    encoder = torch.zeros(units, 2, dtype=torch.bfloat16)
-    region = Region(Grid(1, units), torch.zeros(units, 3), {"encoder": encoder})
-    return ImageFeatures((region,))
-
-
-@given(
-    st.integers(0, 10),
-    st.lists(st.tuples(st.integers(0, 8), st.integers(1, 12)), max_size=60),
-)
-def test_cache_never_exceeds_its_bound(limit: int, puts: list[tuple[int, int]]) -> None:
-    cache, counted = (
-        TensorCache[ImageFeatures](16 * limit, minimum) for minimum in (0, 32)
-    )
-    for key, units in puts:
-        cache.put(key, sized(units))
-        counted.put(key, sized(units))
-        assert len(counted) * 32 <= counted.limit
-        inside = [features for k in range(9) if (features := cache.get(k)) is not None]
-        assert (
-            cache.used_bytes
-            == sum(features.nbytes for features in inside)
-            <= cache.limit
-        )
-        assert len(cache) == len(inside)
-
-
-def test_an_entry_that_counts_for_more_than_the_bound_is_not_kept() -> None:
-    cache = TensorCache[ImageFeatures](limit=16, minimum=32)
-    cache.put(0, sized(1))
-    assert len(cache) == cache.used_bytes == 0
-
-
-def test_profiling_reserves_the_bound_where_memory_is_measured() -> None:
-    cache = TensorCache[ImageFeatures](64)
-    assert cache.reserve(torch.device("cpu")) is None
-    buffer = cache.reserve(torch.device("meta"))
-    assert buffer is not None and buffer.nbytes == 64
-
-
-# ---- metrics of workers, shown by API servers ----
-
-
-def test_seconds_fall_into_buckets_of_a_file_that_api_servers_read(
-    tmp_path: Path,
-) -> None:
-    with closing(WorkerMetrics(str(tmp_path))) as worker:
-        for seconds in ((0.0005, 0.001, 0.3), (99.0,)):
-            watch: Any = SimpleNamespace(collect=lambda seconds=seconds: seconds)
-            worker.publish(watch, FallbackReporter(), TensorCache[ImageFeatures](64))
-    registry = CollectorRegistry()
-    MultiProcessCollector(registry, path=str(tmp_path))  # type: ignore[no-untyped-call]
-    lines = generate_latest(registry).decode().splitlines()
-    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    metrics = {name: float(value) for name, value in pairs}
-    buckets = {"0.001": 2, "0.25": 2, "0.5": 3, "2.5": 3, "+Inf": 4}
-    assert {
-        edge: metrics[f'{SELECTION}_bucket{{le="{edge}"}}'] for edge in buckets
-    } == buckets
-    assert metrics[f"{SELECTION}_sum"] == pytest.approx(99.3015)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_collect_does_not_wait_for_the_gpu() -> None:
-    watch = Stopwatch(torch.device("cuda"))
-    with watch.measure():
-        torch.cuda._sleep(200_000_000)
-    assert watch.collect() == []
-    torch.cuda.synchronize()
-    (seconds,) = watch.collect()
-    assert seconds > 0.01
-
-
 # ---- what is selected together, and remembered ----
 
 
@@ -699,8 +452,9 @@ def test_tokens_of_a_failed_selection_are_not_remembered(
 ) -> None:
     indices = IndexCache()
     sound = prune([plan(8, 1)], images(1))[0]
+    broken = Mock(side_effect=RuntimeError("broken"))
     with monkeypatch.context() as patched:
-        patched.setattr(selection, "select_tokens", fail)
+        patched.setattr(selection, "select_tokens", broken)
         prune([plan(8, 1)], images(1), indices=indices, errors={"RuntimeError": 1})
     assert torch.equal(prune([plan(8, 1)], images(1), indices=indices)[0], sound)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,8 @@ from weakref import ref
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 from torch import Tensor, nn
 from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
@@ -30,7 +33,14 @@ from vllm_autoprune.serving.plan import FIELD, ItemPlan
 from vllm_autoprune.serving.served_state import ServedState
 from vllm_autoprune.serving.worker import selection
 from vllm_autoprune.serving.worker.batch import prune_images
-from vllm_autoprune.serving.worker.features import TensorCache
+from vllm_autoprune.serving.worker.features import (
+    ImageFeatures,
+    TensorCache,
+)
+from vllm_autoprune.serving.worker.metrics import SELECTION, Stopwatch, WorkerMetrics
+from vllm_autoprune.serving.worker.selection import (
+    FallbackReporter,
+)
 from vllm_autoprune.tpdsl import refine
 from vllm_autoprune.tpdsl import tokens as visual_tokens
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
@@ -375,3 +385,34 @@ def test_the_feature_cache_is_held_until_profiling_ends(
     assert buffers[0]() is None
     with pruned_model._hold_feature_cache(nn.Module()) as prunes:
         assert not prunes
+
+
+def test_seconds_fall_into_buckets_of_a_file_that_api_servers_read(
+    tmp_path: Path,
+) -> None:
+    with closing(WorkerMetrics(str(tmp_path))) as worker:
+        for seconds in ((0.0005, 0.001, 0.3), (99.0,)):
+            watch: Any = SimpleNamespace(collect=lambda seconds=seconds: seconds)
+            worker.publish(watch, FallbackReporter(), TensorCache[ImageFeatures](64))
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, path=str(tmp_path))  # type: ignore[no-untyped-call]
+    lines = generate_latest(registry).decode().splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    metrics = {name: float(value) for name, value in pairs}
+    buckets = {"0.001": 2, "0.25": 2, "0.5": 3, "2.5": 3, "+Inf": 4}
+    assert {
+        edge: metrics[f'{SELECTION}_bucket{{le="{edge}"}}'] for edge in buckets
+    } == buckets
+    assert metrics[f"{SELECTION}_sum"] == pytest.approx(99.3015)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_collect_does_not_wait_for_the_gpu() -> None:
+    watch = Stopwatch(torch.device("cuda"))
+    with watch.measure():
+        torch.cuda._sleep(200_000_000)
+    assert watch.collect() == []
+    torch.cuda.synchronize()
+    (seconds,) = watch.collect()
+    assert seconds > 0.01
