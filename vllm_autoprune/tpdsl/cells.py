@@ -30,11 +30,11 @@ the cell itself or an earlier one."""
 
 
 class Cells(StatePart):
-    """Extension: cells of a picture that are dropped before the vision tower, K is of the others.
+    """Extension: drop cells of a picture before the vision tower, and count K of the others.
 
-    ``flat`` drops a cell of one colour that its neighbours predict: margins, and the ground between
-    lines. ``predicted`` drops any cell that they predict, and with it what repeats: of aligned
-    check boxes it keeps one.
+    ``flat`` drops a cell of one colour that its neighbours predict: margins, and the background
+    between lines. ``predicted`` drops every cell that its neighbours predict, and so also content
+    that repeats: of aligned check boxes it keeps one.
     """
 
     rule: Literal["flat", "predicted"] = Field(
@@ -105,7 +105,7 @@ class Cells(StatePart):
     ) -> NDArray[numpy.bool]:
         """Which cells have one colour; without a tolerance, false for contents that occur once.
 
-        Without a tolerance only cells whose content is not unique can repeat.
+        Without a tolerance, a content that occurs once is never equal to its prediction.
         """
         _, examples, counts = numpy.unique(
             contents, return_index=True, return_counts=True

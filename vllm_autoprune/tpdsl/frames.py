@@ -24,7 +24,7 @@ _TAU = {"curvature": 0.7, "uniqueness": 0.01}
 
 
 class Frames(StatePart):
-    """Extension: a video is pruned, frame by frame; without this group it stays whole."""
+    """Extension: prune videos frame by frame; without this group they stay whole."""
 
     tokens: Budget = Field(
         default_factory=lambda: default_call(BudgetCall, "per_frame_budget"),

@@ -404,9 +404,9 @@ def _all_fields() -> tuple[str, ...]:
 def _locate(
     location: Sequence[int | str], data: JsonValue
 ) -> tuple[str, JsonValue, JsonValue]:
-    """JSON pointer, value and parent of a pydantic location, whose union tags are not in the JSON.
+    """JSON pointer, value and parent value of a pydantic location.
 
-    The value is None where there is none.
+    Pydantic locations contain union tags, which are not in the JSON. A missing value is None.
     """
     where = ""
     value = data

@@ -54,7 +54,7 @@ class Change:
 def list_changes(
     before: JsonValue, after: JsonValue, where: str = ""
 ) -> tuple[Change, ...]:
-    """All differences between two documents, in the order of the first.
+    """All differences between two documents, in the order of the first document.
 
     Items of lists with the same name are compared with each other, whatever their positions.
     """
@@ -129,11 +129,11 @@ def instruction_free(
 ) -> tuple[PruningState, tuple[Change, ...]]:
     """Variant with the same budget, pool, quota and reassembly that reads no instruction.
 
-    Returns it with every field in which it differs. Signals that read the instruction are dropped;
-    the others keep their weights, since only the ratios matter. A core is dropped: questions then
-    share all KV blocks without it, and the rest of the state chooses better among K tokens than
-    among K - K_c; a state that is all core is kept. Raises :class:`StateError` if a part without a
-    substitute reads it.
+    Returns the variant and every field in which it differs. Signals that read the instruction are
+    dropped; the others keep their weights, because only the ratios matter. A core is dropped:
+    questions then share all KV blocks without it, and the rest of the state chooses better among K
+    tokens than among K - K_c. A state that is all core is kept. Raises :class:`StateError` if a
+    part that reads the instruction has no substitute.
     """
     after = state.document()
     why = {"/name": "distinguishes the variant from the original"}

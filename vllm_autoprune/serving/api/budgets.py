@@ -273,8 +273,8 @@ def share_tokens(
 ) -> Sequence[int] | None:
     """Reduced K of each item of a request that would keep more than ``limit``, else None.
 
-    Raises :class:`RequestError` where the field of a request asked for so many, or where the items
-    are more than the limit.
+    Raises :class:`RequestError` if ``field`` of the request asked for that many tokens, or if there
+    are more items than ``limit``.
     """
     total = sum(budgets)
     if limit is None or total <= limit:

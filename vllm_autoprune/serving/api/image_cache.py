@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from vllm.utils.cache import CacheInfo
 
 # vLLM's record of the images that the engine has, changed only by requests that reach the engine.
+#
 # ``LruKeyReplicatedSenderCache`` of the API server mirrors the engine's cache of processed images,
 # whose tensors are not sent again. So both have to see the same requests in the same order. vLLM
 # changes it while a request is rendered. If that request is then refused, only rendered or
@@ -172,6 +173,7 @@ class Rendering(BaseMultiModalProcessorCache):
 
 
 # The engine's cache holds the tensors of an image once, whatever is asked about it.
+#
 # An item of a request consists of the tensors of an image and a plan. Tensors are cached by the
 # content of the image; the plan, a few hundred bytes, travels with every request. So the tensors
 # are not sent or kept again for another question, for another K, or for the parts and recalls of an

@@ -38,7 +38,7 @@ else:
 @depends_on("vllm.multimodal.inputs:MultiModalKwargsItems", "from_hf_inputs")
 @depends_on("vllm.multimodal.parse:MultiModalDataItems", "select")
 class SeparateImages(_Stock):
-    """Mixin before a stock multi-modal processor: every image is processed by itself."""
+    """Mixin for a stock multi-modal processor that processes every image by itself."""
 
     def _process_alone(
         self, picture: object, hf_kwargs: Mapping[str, object]

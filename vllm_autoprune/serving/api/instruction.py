@@ -62,6 +62,7 @@ def _has_role(message: object, role: str) -> bool:
 
 
 # Instruction and detail of each image, from messages, or from the prompt if there are none.
+#
 # The instruction is the text of the user turn that holds the image. For a turn without text, and
 # for a tool's result, whose text asks nothing, it is the text before that turn.
 

@@ -44,11 +44,14 @@ class Slot:
 
 
 # Split of a request's images into cores, which questions share, and deltas after them.
+#
 # An image becomes two items of the prompt. vLLM's prefix cache keys a block by the items that
 # overlap it (``kv_cache_utils._gen_mm_extra_hash_keys``), so every block that ends within the cores
 # is shared by all questions about the images::
+#
 #     one item    [text][      K tokens chosen by the question      ][question]
 #     two items   [text][ K_c for every question ][ K - K_c by this one ][question]
+#
 # Cores of several images come first, at the images' positions; all deltas follow the last core.
 
 
@@ -109,9 +112,12 @@ def align_core(start: int, budget: int, core: int, block: int) -> int:
 
 
 # Recall: a later user turn without an image gets more tokens of the images before it.
+#
 # The tokens are chosen by the turn's own text among those that are not kept yet. They stand before
 # that text, so that the prefix of the conversation does not change::
+#
 #     [turn 1: K tokens of the image, question 1] ... [turn 2: K_r more tokens, question 2] ...
+#
 # The chat renderer marks each of these turns with an image token before the chat template is
 # applied. The processor replaces every mark by the turn's items, one for each image.
 

@@ -113,7 +113,7 @@ class _Inputs(ProcessorInputs):
     "_recompute_cached_prompt_update",
 )
 class PrunedProcessor(SeparateImages):
-    """Mixin before a stock multi-modal processor."""
+    """Mixin for a stock multi-modal processor, listed before it in the bases."""
 
     info: BaseProcessingInfo
     _placeholders: Placeholders

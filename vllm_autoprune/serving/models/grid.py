@@ -128,7 +128,7 @@ class GridVision(GridLayout):
         return rows
 
     def tower_order(self, grids: Tensor) -> Tensor | None:
-        """Indices ``(N,)`` in the tower of all tokens in raster order; None if these are equal."""
+        """Indices ``(N,)`` in the tower of tokens in raster order; None if that is its order."""
         return None
 
     def find_merger(self) -> Merger:

@@ -168,6 +168,7 @@ class LlavaVision(_ClipVision):
 
 
 # Any-resolution images: a base view, then crops stitched into one map with a newline per row.
+#
 # The model's own code joins the crops. Marked tiles are sent through it to find out where each row
 # comes from, so that padding is cut off and rows are counted exactly as in the model.
 

@@ -44,7 +44,7 @@ _TEXT = -1
 def position_channels(
     height: int, width: int, device: torch.device, times: Sequence[int] = (0,)
 ) -> Tensor:
-    """Positions of the tokens of frames at these times, in raster order, ``(T * n, 6)`` float32."""
+    """Channels ``(T * n, 6)`` float32 of the positions of frames at ``times``, in raster order."""
     sides = (torch.arange(side, device=device) for side in (height, width))
     return encode_offsets(
         torch.cartesian_prod(upload(torch.tensor(times), device), *sides)

@@ -245,6 +245,7 @@ class TensorCache(Generic[T]):
 
 
 # Kept tokens of images: the indices that were chosen first for an item.
+#
 # KV blocks stay in vLLM's prefix cache longer than the image's features stay here. So the indices
 # from which they were made are kept longer too: an image that is encoded again keeps the same
 # tokens, and items that are chosen after them leave out the same tokens.

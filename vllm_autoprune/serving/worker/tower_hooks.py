@@ -200,6 +200,7 @@ class Merger(NamedTuple):
 
 
 # Attention and keys of the vision-tower layer after the one that the model reads.
+#
 # vLLM builds the tower only up to the feature layer, so this layer's norm and its two projections
 # are copied from the checkpoint while it is loaded.
 

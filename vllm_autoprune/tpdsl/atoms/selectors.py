@@ -176,8 +176,8 @@ class SelectorInputs:
     @cached_property
     def outgoing(self) -> Tensor:
         """The q reference tokens of lowest quality ``(B, q)``, in ascending order of quality."""
-        # Made finite, so that a reference token with NaN quality still ranks below all other
-        # tokens.
+        # Made finite, so that every reference token ranks below all other tokens, which are set to
+        # infinity.
         quality = self.g.nan_to_num(nan=torch.finfo(self.g.dtype).max)
         lowest = rank_descending(quality.masked_fill(~self.reference, torch.inf)).flip(
             1

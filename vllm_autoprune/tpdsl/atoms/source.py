@@ -218,12 +218,12 @@ FIXED_BUDGETS = (16, 32, 64, 128, 160, 192, 256, 320, 512, 640)
 """The ten values of K in the paper's language."""
 
 
-_SAID = re.compile(
+_BUDGET_PATTERN = re.compile(
     r"(\d{1,5})|(?:(\d{1,5}/\d{1,5})|(\d{1,3}(?:\.\d{1,4})?)%)(?::(\d{1,5})-(\d{1,5}))?",
     re.ASCII,
 )
 
-_SAID_OF_VIDEO = re.compile(r"tokens_per_frame:(\d{1,5})", re.ASCII)
+_VIDEO_BUDGET_PATTERN = re.compile(r"tokens_per_frame:(\d{1,5})", re.ASCII)
 
 _EXACT = 10**6
 """Largest denominator of a share: two such fractions never have the same float."""
@@ -254,24 +254,24 @@ class BudgetCall(AtomCall):
 
     @classmethod
     def parse(
-        cls, said: object, where: str = "budget", *, video: bool = False
+        cls, value: object, where: str = "budget", *, video: bool = False
     ) -> BudgetCall:
         """Parse a budget as people write it: 64, or a share of N such as 1/8, 12.5% or 1/8:64-640.
 
         A share becomes a ratio_budget. With ``video``, tokens_per_frame:16 is accepted too and
         becomes a per_frame_budget. Raises :class:`BudgetError`, located at ``where``.
         """
-        if isinstance(said, BudgetCall):
-            return said
-        is_count = type(said) is int and abs(said) < _EXACT
-        text = f"{said}".strip() if is_count or isinstance(said, str) else ""
-        if video and (match := _SAID_OF_VIDEO.fullmatch(text)):
+        if isinstance(value, BudgetCall):
+            return value
+        is_count = type(value) is int and abs(value) < _EXACT
+        text = f"{value}".strip() if is_count or isinstance(value, str) else ""
+        if video and (match := _VIDEO_BUDGET_PATTERN.fullmatch(text)):
             with suppress(ValidationError):
                 per_frame = {"atom": "per_frame_budget", "k": int(match[1])}
                 call = ATOMS["per_frame_budget"].call.model_validate(per_frame)
                 if isinstance(call, BudgetCall):
                     return call
-        if match := _SAID.fullmatch(text):
+        if match := _BUDGET_PATTERN.fullmatch(text):
             count, fraction, percent, floor, ceiling = match.groups()
             minimum = int(floor or count or 1)
             maximum = int(ceiling or count or MAX_BUDGET)
