@@ -132,10 +132,12 @@ DOC = {
 INFO = {
     "questionId": 1,
     "question": "Total?",
+    "image": None,
+    "data_split": "val",
     "image_local_name": "a.png",
     "image_url": "http://x",
     "answers": ["41"],
-    "data_split": "val",
+    "answer_type": ["span"],
 }
 OCR = {
     "dataset_name": "HME100k",
@@ -213,7 +215,7 @@ LAYOUTS: Mapping[str, tuple[Mapping[str, str | bytes], Sequence[Asked]]] = {
     "DocVQA and InfographicVQA": (
         {"q.json": json.dumps({"dataset_name": "d", "data": [DOC, INFO]}, indent=1)},
         [(f"Total?{SHORT}", ("41", "41.0"), "anls", "form", ["a.png"]),
-         (f"Total?{SHORT}", ("41",), "anls", "all", ["a.png"])]),
+         (f"Total?{SHORT}", ("41",), "anls", "span", ["a.png"])]),
     "OCRBench": ({"q.json": jsonl(OCR, {"dataset": "IIIT5K", "question": "Read it.",
         "question_type": "Regular", "answer": ["CENTRE"], "image": "a.png"})},
         [("Write it.", ("x ^ 2",), "contains_formula", "Handwritten", ["a.png"]),
@@ -242,6 +244,11 @@ LAYOUTS: Mapping[str, tuple[Mapping[str, str | bytes], Sequence[Asked]]] = {
     "POPE on the Hub": ({"q.jsonl": jsonl({"id": "1", "question_id": "1", "question": "A cat?",
         "answer": "yes", "image_source": "s", "image": "a.png", "category": "popular"})},
         [("A cat?", ("yes",), "yes_no", "popular", ["a.png"])]),
+    "MME on the Hub": ({"q.jsonl": jsonl(*({"question_id": "color/1.png", "image": "a.png",
+        "question": f"{answer}?", "answer": answer, "category": "color"}
+        for answer in ("Yes", "No")))},
+        [("Yes?", ("Yes",), "yes_no", PAIRS, ["a.png"]),
+         ("No?", ("No",), "yes_no", PAIRS, ["a.png"])]),
     "Video-MME": ({"q.jsonl": jsonl(VIDEO_MME), **{f"data/x.mp4/{n}.png": RED for n in "12"}},
         [("Select the best answer to the following multiple-choice question based on the video. "
           "Respond with only the letter (A, B, C, or D) of the correct option.\nWho?\nA. him\n"
@@ -270,11 +277,21 @@ LAYOUTS: Mapping[str, tuple[Mapping[str, str | bytes], Sequence[Asked]]] = {
         {"from": "assistant", "value": "this"}]})},
         [("?", ("4",), "text", "all", ["a.png"]),
          ("Picture 1:\nWhich?", ("this",), "text", "all", ["a.png"])]),
+    "The Cauldron, and roles in conversations": ({"q.jsonl": jsonl(
+        {"images": ["a.png"], "texts": [{"user": "1?", "assistant": "1", "source": "s"},
+            {"user": "2?", "assistant": "2", "source": "s"}]},
+        {"image": "b.jpg", "conversations": [{"role": "user", "content": "<image>\n3?"},
+            {"role": "assistant", "content": "3"}]})},
+        [("2?", ("2",), "text", "all", ["a.png"]), ("3?", ("3",), "text", "all", ["b.jpg"])]),
+    "LLaVA-Video": ({"q.json": json.dumps([{"id": "1", "video": "x.mp4", "conversations": [
+        {"from": "human", "value": "<image>\nWho?"}, {"from": "gpt", "value": "he"}]}]),
+        **{f"x.mp4/{n}.png": RED for n in "12"}},
+        [("Who?", ("he",), "text", "all", ["x.mp4"])]),
     "ShareGPT": ({"q.json": json.dumps([SHAREGPT])},
         [("Which?", ("this",), "text", "all", ["a.png"])]),
     "logs of Anthropic's, Qwen's and the Responses API": ({"log.jsonl": jsonl(
-        ANTHROPIC, {"messages": [QWEN]}, {"model": "m", "input": {"messages": [QWEN]}},
-        RESPONSES)},
+        {"custom_id": "1", "params": ANTHROPIC}, {"messages": [QWEN]},
+        {"model": "m", "input": {"messages": [QWEN]}}, RESPONSES)},
         [("2?", (), "text", "all", [NAME])] * 4),
     "ImageFolder": ({"folder/metadata.csv": "file_name,question,answer\n1.png,Which?,red\n",
         "folder/1.png": RED},

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from benchmarks import BenchmarkError
-from benchmarks.load.settings import Workload
-from benchmarks.load.workload import prepare
+from benchmarks.load.paired import _Session
+from benchmarks.load.settings import Load, PairedOptions, Workload
+from benchmarks.load.workload import Prepared, prepare
 from tests.evaluation.test_questions import draw
 from vllm_autoprune.errors import ConfigError
 
@@ -78,6 +79,23 @@ def test_own_requests_are_sent_once_a_picture(
     assert (body["max_tokens"], body["ignore_eos"]) == (5, True)
     second = prepare(workload.model_copy(update={"part": 1}), tmp_path)
     assert list_questions(second.measured) == ["6?", "7?", "8?", "9?"]
+
+
+def test_loads_of_one_experiment_share_no_picture(folder: Path, tmp_path: Path) -> None:
+    options = PairedOptions(
+        data=write(folder, FORMS["questions as for eval"]),
+        requests=3,
+        warm_up=1,
+        out=tmp_path,
+    )
+    session = _Session(options, arm_count=1)
+    for load in (Load(users=1), Load(rate=2.0)):
+        session.folders[load] = session.prepare(load)
+    sent = [
+        list_questions(Prepared.read(path).measured)
+        for path in session.folders.values()
+    ]
+    assert sent == [["0?", "1?", "2?"], ["4?", "5?", "6?"]]
 
 
 def test_repeated_requests_are_of_the_pool_and_too_few_are_refused(

@@ -26,16 +26,18 @@ _ROLES = {
     "model": "assistant",
 }
 """Names of roles in conversations; others are as in chat requests."""
+_KEYS = (("role", "content"), ("from", "value"))
+"""Of turns in chat requests, and in conversations of ShareGPT's form."""
 _WITHOUT_PICTURE = "without a picture"
 
 
 def unwrap_request(record: Any) -> Any:
     """The body of a chat request, which a gateway may log as text; another record as it is.
 
-    DashScope has the messages in ``input``.
+    DashScope has the messages in ``input``, a batch of Anthropic's the request in ``params``.
     """
     body = record
-    for name in ("request", "body", "request_body", "input"):
+    for name in ("request", "params", "body", "request_body", "input"):
         inner = body.get(name) if isinstance(body, dict) else None
         inner = parse(inner) if isinstance(inner, str) else inner
         body = inner if isinstance(inner, dict) else body
@@ -55,13 +57,13 @@ def _is_responses(value: object) -> bool:
 @data_set("messages", others="images image videos video system solution")
 def read_messages(record: Record) -> AskedQuestion | str:
     """Chat messages of OpenAI's, Anthropic's or Qwen's form, or with media beside them."""
-    return read_turns(record, record.fields["messages"], "role", "content")
+    return read_turns(record, record.fields["messages"])
 
 
 @data_set("conversations", others="images image videos video system")
 def read_conversation(record: Record) -> AskedQuestion | str:
     """A conversation of ShareGPT's or LLaVA's form."""
-    return read_turns(record, record.fields["conversations"], "from", "value")
+    return read_turns(record, record.fields["conversations"])
 
 
 @data_set("input", without="question instruction query image")
@@ -73,7 +75,7 @@ def read_responses(record: Record) -> AskedQuestion | str:
     system = record.fields.get("instructions")
     fields = {**record.fields, "system": system}
     messages = [item for item in items if item.get("type") != "reasoning"]
-    return read_turns(record._replace(fields=fields), messages, "role", "content")
+    return read_turns(record._replace(fields=fields), messages)
 
 
 @data_set("query response images", others="system history")
@@ -103,18 +105,20 @@ def _read_pair(
         for pair in [*pairs, [text, fields[response]]]
         for role, content in zip(("user", "assistant"), pair, strict=False)
     ]
-    return read_turns(record, messages, "role", "content")
+    return read_turns(record, messages)
 
 
-def read_turns(
-    record: Record, turns: object, role: str, content: str
-) -> AskedQuestion | str:
-    """The question of turns with media; the last turn is its answer if it is the assistant's."""
+def read_turns(record: Record, turns: object) -> AskedQuestion | str:
+    """The question of turns with media; the last turn is its answer if it is the assistant's.
+
+    A turn has its ``role`` and ``content``, or is ``from`` somebody with a ``value``.
+    """
     turns = parse(turns) if isinstance(turns, str) else turns
     messages = list[dict[str, Any]]()
     for turn in turns if isinstance(turns, list) else [turns]:
+        role, content = _KEYS[isinstance(turn, dict) and "from" in turn]
         if not (isinstance(turn, dict) and isinstance(turn.get(role), str)):
-            what = f"has a message without a {'role' if role == 'role' else repr(role)}"
+            what = "has a message without a role"
             fix = "give each a role and its content"
             raise ConfigError.of(record.where, what, fix, subject="data")
         others = {name: turn[name] for name in turn.keys() - {role, content}}
@@ -160,6 +164,11 @@ def _place_media(record: Record, messages: Sequence[dict[str, Any]]) -> None:
         "<image>": list_media(fields.get("images") or fields.get("image")),
         "<video>": list_media(fields.get("videos") or fields.get("video")),
     }
+    if media["<video>"] and not media["<image>"]:
+        # LLaVA marks a video as an image.
+        for message in messages:
+            if isinstance(message["content"], str):
+                message["content"] = message["content"].replace("<image>", "<video>")
     split = [_split_marks(message["content"]) for message in messages]
     for mark, names in media.items():
         count = sum(parts.count(mark) for parts in split)

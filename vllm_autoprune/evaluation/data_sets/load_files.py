@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from vllm_autoprune.evaluation.asked_question import AskedQuestion
 from vllm_autoprune.evaluation.data_sets.conversations import read_turns
 from vllm_autoprune.evaluation.data_sets.registry import (
@@ -23,7 +25,7 @@ def read_custom_image(record: Record) -> AskedQuestion:
 def read_content(record: Record) -> AskedQuestion | str:
     """The parts of a user's message in vLLM's ``custom_image``."""
     message = {"role": "user", "content": record.fields["content"]}
-    return read_turns(record, [message], "role", "content")
+    return read_turns(record, [message])
 
 
 @data_set(
@@ -37,13 +39,29 @@ def read_content(record: Record) -> AskedQuestion | str:
     others="output_length extra",
     without="question answer answers label",
 )
-def read_single_turn(record: Record) -> AskedQuestion:
+def read_single_turn(record: Record) -> AskedQuestion | str:
     """A request of AIPerf's ``single_turn`` or of GenAI-Perf; several texts are its lines."""
     fields = record.fields
-    texts = fields.get("texts")
-    text = "\n".join(map(str, texts)) if isinstance(texts, list) else fields.get("text")
+    text = fields.get("text")
+    if isinstance(texts := fields.get("texts"), list):
+        pairs = [text for text in texts if isinstance(text, dict) and "user" in text]
+        if len(pairs) == len(texts):
+            return _read_pairs(record, pairs)
+        text = "\n".join(texts) if all(isinstance(t, str) for t in texts) else texts
     image = fields.get("image") or fields.get("images")
     return make_question(record, {"image": image, "question": text})
+
+
+def _read_pairs(
+    record: Record, pairs: Sequence[Mapping[str, object]]
+) -> AskedQuestion | str:
+    """The last question of The Cauldron's pairs, behind the earlier ones."""
+    turns = [
+        {"role": role, "content": pair.get(role)}
+        for pair in pairs
+        for role in ("user", "assistant")
+    ]
+    return read_turns(record, turns)
 
 
 @data_set("turns", others="session_id")

@@ -21,7 +21,7 @@ SHORT = "\nAnswer the question using a single word or phrase."
 @data_set(
     "image question answers answer_type",
     others="answerable question_id question_type",
-    without="answer",
+    without="answer questionId",
 )
 def read_vqa(record: Record) -> AskedQuestion:
     """A question whose picture is named, or numbered as in COCO or TextVQA."""

@@ -1,4 +1,6 @@
-"""Questions of yes or no."""
+"""Questions of yes or no: MME on the Hub, POPE."""
+
+import hashlib
 
 from vllm_autoprune.evaluation.asked_question import AskedQuestion
 from vllm_autoprune.evaluation.data_sets.registry import (
@@ -21,3 +23,13 @@ def read_pope(record: Record) -> AskedQuestion:
     media = {name: fields.get(name) for name in ("image", "video", "category")}
     asked = {**media, "question": question, "answer": answer}
     return make_question(record, asked, usual_rule(answer))
+
+
+@data_set("question_id image question answer category", when={"answer": ("Yes", "No")})
+def read_mme(record: Record) -> AskedQuestion:
+    """A question of MME on the Hub, where two have the ``question_id`` of their pair."""
+    digest = hashlib.sha256(str(record.fields["question_id"]).encode()).digest()
+    columns = ("image", "question", "answer", "category")
+    asked = {name: record.fields[name] for name in columns}
+    pair = int.from_bytes(digest[:4])
+    return make_question(record, {**asked, "pair": pair}, "yes_no")
