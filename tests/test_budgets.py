@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import tomllib
 from collections import Counter
@@ -14,12 +15,24 @@ ROOT = Path(__file__).parents[1]
 BUDGETS = tomllib.loads((ROOT / "budgets.toml").read_text(encoding="utf-8"))
 
 
-def files(suffix: str) -> Iterator[Path]:
+@cache
+def files(suffix: str) -> list[Path]:
     """Files of the repository, without environments, caches and what commands write."""
-    for path in ROOT.rglob(f"*{suffix}"):
-        parts = path.relative_to(ROOT).parts
-        if not any(part.startswith(".") or part in ("out", "dist") for part in parts):
-            yield path
+    paths: list[Path] = []
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = [
+            name
+            for name in folders
+            if not (name.startswith(".") or name in ("out", "dist"))
+        ]
+        shown = (name for name in names if not name.startswith("."))
+        paths += [Path(folder, name) for name in shown if name.endswith(suffix)]
+    return paths
+
+
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def test_nothing_is_above_its_budget() -> None:
@@ -33,7 +46,7 @@ def test_nothing_is_above_its_budget() -> None:
             name = path.relative_to(ROOT).as_posix()
             inside = (area for area in areas if name.startswith(f"{area}/"))
             size = sizes[max(inside, key=len, default="other")]
-            tree = ast.parse(text)
+            tree = parse(path)
             size["nodes"] += sum(1 for _ in ast.walk(tree))
             size["lines"] += text.count("\n")
             if path.name.startswith("_") and path.name != "__init__.py":
@@ -105,7 +118,7 @@ def test_code_is_not_denser_than_its_limits() -> None:
     for path in files(".py"):
         text = path.read_text(encoding="utf-8")
         lines += text.count("\n")
-        tuples += sum(map(is_tuple_assignment, ast.walk(ast.parse(text))))
+        tuples += sum(map(is_tuple_assignment, ast.walk(parse(path))))
         skips += text.count("# fmt: " + "skip")
         waivers += sum(not waived.isdisjoint(codes) for codes in find_waivers(text))
     names = sum(name in seldom for _, name in find_locals())
@@ -125,7 +138,7 @@ def find_locals() -> list[tuple[str, str]]:
     """Place and name of each argument, and of each assignment to a local variable."""
     names: dict[tuple[str, int, int], str] = {}
     for path in files(".py"):
-        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for function in ast.walk(parse(path)):
             if not isinstance(
                 function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
             ):

@@ -201,7 +201,7 @@ def run(backbone: str, folder: Path, count: int) -> Counter[str]:
 @pytest.mark.parametrize(
     ("backbone", "count"),
     [
-        *((name, 400) for name in QUICK),
+        *((name, 200) for name in QUICK),
         *(
             pytest.param(
                 name, 5000, marks=[pytest.mark.exhaustive, pytest.mark.timeout(3600)]

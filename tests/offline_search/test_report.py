@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tests.offline_search.synthetic import (
     VALID_REPLIES,
     Searches,
     SyntheticEvaluator,
+    dataset,
     trial,
 )
 from vllm_autoprune.errors import SearchError
@@ -23,13 +25,15 @@ from vllm_autoprune.errors import SearchError
 SCRIPT_TAG = "<script>alert(1)</script>"
 
 
-@pytest.fixture
-async def ledger(search: Searches) -> Path:
+@pytest.fixture(scope="module")
+def ledger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A search with valid, invalid, hostile and failed replies."""
+    folder = tmp_path_factory.mktemp("report")
+    search = Searches(dataset(folder / "data"), folder)
     evaluator = SyntheticEvaluator(search.data)
     evaluator.name = SCRIPT_TAG
     replies = [*VALID_REPLIES[:4], HOSTILE["script"], None, HOSTILE["unknown atom"]]
-    await search(replies, evaluator, strategy="autoprune+", rounds=4)
+    asyncio.run(search(replies, evaluator, strategy="autoprune+", rounds=4))
     return search.path
 
 
