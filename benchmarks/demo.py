@@ -1,12 +1,12 @@
-"""`python -m benchmarks.demo`: what README shows, on this machine.
+"""`python -m benchmarks.demo`: the measurements that README shows, on this machine.
 
 Two models are each served stock and pruned, and sent the same requests. Figures are written as rows
 of ``demo.csv``, and the page's tables are made of those rows alone.
 
-mini-LLaVA is trained, so its answers are compared. The other one is LLaVA-1.5 at half the width,
+mini-LLaVA is trained, so its answers are compared. The large model is LLaVA-1.5 at half its width,
 with four language layers and two of the vision tower, so that prefill takes about the share of a
-request that it takes at full size. Its weights are random: answers mean nothing, and costs are
-those of any weights.
+request that it takes at full size. Its weights are random, so its answers mean nothing; its costs
+do not depend on the weights.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ The large one is served in {dtype}, which this machine multiplies fast, the tiny
 The load average is {load} on {cores} cores. At that load, and by a product timed just now, it takes
 about {minutes} minutes, and ends with two tables."""
 _OTHER_SECONDS = 130
-"""Starts of four servers and mini-LLaVA's questions, on two idle cores."""
+"""Seconds for the starts of four servers and mini-LLaVA's questions, on two idle cores."""
 _PRODUCTS = 1070
-"""What all requests to the large model take, in products of one image's tokens in its MLP."""
+"""Duration of all requests to the large model, in products of one image's tokens in its MLP."""
 
 _SERVED = "llava"
 _USERS = 8
@@ -75,14 +75,15 @@ _LAYERS = 4
 _TOWER_LAYERS = 2
 _STATE = "cdpruner"
 _BUDGET = 64
-"""Of the large model."""
+"""K of the large model."""
 _ANSWER_TOKENS = 4
 _QUESTION_WORDS = 16
-"""Of its requests."""
+"""Words in a question to the large model."""
 _ALONE = 6
 _TOGETHER = 24
 _IMAGES = 4
-"""Requests of one arm to it, and images that are asked about twice."""
+"""Requests that an arm of the large model gets one at a time and all together, and the number of
+images that are asked about twice."""
 _SMALL_BUDGET = 16
 """K of mini-LLaVA's 144 tokens, the same ninth as 64 of 576."""
 _CHOICES: Mapping[str, Mapping[str, str]] = {
@@ -92,14 +93,14 @@ _CHOICES: Mapping[str, Mapping[str, str]] = {
     "`cen_divprune`, published": {"state": "cen_divprune"},
     "`minillava`, found on this model": {"state": "minillava"},
 }
-"""How mini-LLaVA's K tokens are chosen, and the field of its requests that asks for it."""
+"""How mini-LLaVA's K tokens are chosen, and the field of a request that asks for it."""
 _DECIMALS = {"MB": 1, "requests/s": 2}
-"""Of figures in the tables, by their unit."""
+"""Decimals of figures in the tables, by unit."""
 _Z = 1.96
 
 
 class _Figure(NamedTuple):
-    """A row of ``demo.csv``: a figure, and its 95 % interval, or of times the quartiles."""
+    """A row of ``demo.csv``: a figure with its 95 % interval or, for times, its quartiles."""
 
     what: str
     model: str
@@ -119,13 +120,13 @@ class _Figure(NamedTuple):
 
 
 def _measure_answers(examples: Sequence[Example], out: Path) -> list[_Figure]:
-    """Share of mini-LLaVA's answers that is right, by how the tokens are chosen."""
+    """Share of mini-LLaVA's answers that are right, by how the tokens are chosen."""
     contents = []
-    for example in examples:  # encoded once
+    for example in examples:  # images are encoded once for all arms
         image, question = build_content(example.question, [example.png_url])
         contents.append([{**image, "uuid": f"asked-{example.image_id}"}, question])
-    # Float32 on every CPU, so that its answers are the same on all. An arm would profit from the
-    # one before it by hits in caches.
+    # Float32 gives the same answers on every CPU. Caches are off, because an arm would profit from
+    # hits that the arm before it left.
     dtype = choose_dtype(exact=True)
     common = f"{_FLAGS} --no-enable-prefix-caching --dtype {dtype}".split()
     pruning = (
@@ -151,7 +152,7 @@ def _measure_answers(examples: Sequence[Example], out: Path) -> list[_Figure]:
                     )
                     for content in contents
                 ]
-                # An answer without a text is wrong, but an answer.
+                # An answer without text is counted as wrong, not as a failure.
                 answers = Client(serving.url).send_all(bodies, _USERS, accepted=EMPTY)
                 scored = [
                     (example.image_id, example.is_right(answer.text))
@@ -168,10 +169,10 @@ def _measure_answers(examples: Sequence[Example], out: Path) -> list[_Figure]:
 
 
 def _half_width(scored: Sequence[tuple[int, bool]]) -> float:
-    """Half of the 95 % interval of accuracy, of scenes and whether each answer is right.
+    """Half of the 95 % interval of accuracy, from the scene of each answer and whether it is right.
 
-    The wider of two: Wilson's takes questions as independent, and is correct near 0 and 1. The
-    other one takes scenes as independent, because questions on one image are correlated.
+    The wider of two intervals: Wilson's treats questions as independent, and is correct near 0 and
+    1. The other treats scenes as independent, because answers about one image are correlated.
     """
     p = statistics.fmean(correct for _, correct in scored)
     n = len(scored)
@@ -184,8 +185,8 @@ def _half_width(scored: Sequence[tuple[int, bool]]) -> float:
 
 
 def _time_requests(url: str, arm: str, start: int, kv_bytes: int) -> Iterator[_Figure]:
-    """Costs of an arm's requests to the large model; ``start`` numbers its images and texts."""
-    # A special first token would have no text to be timed.
+    """Costs of an arm of the large model; ``start`` is the first number of its images and texts."""
+    # A special first token would have no text, so its time could not be measured.
     fields: dict[str, object] = {"ignore_eos": True, "skip_special_tokens": False}
     if arm == "resized":
         fields["mm_processor_kwargs"] = {"autoprune": {"keep": "resized"}}
@@ -213,7 +214,7 @@ def _time_requests(url: str, arm: str, start: int, kv_bytes: int) -> Iterator[_F
     begin = time.perf_counter()
     together = client.send_all(bodies, _USERS)
     seconds = time.perf_counter() - begin
-    # Image by image, so that the second question finds what the first one left.
+    # Image by image, so that the second question finds the caches that the first one filled.
     second = [
         client.send_all([build(image, image), build(image + 100, image)])[1]
         for image in range(300, 300 + _IMAGES)
@@ -235,7 +236,7 @@ def _time_requests(url: str, arm: str, start: int, kv_bytes: int) -> Iterator[_F
 
 
 def _measure_times(folder: Path, out: Path) -> list[_Figure]:
-    """Costs of the large model, served stock, then pruned, also for resized images."""
+    """Costs of the large model served stock, then pruned; the latter also for resized images."""
     flags = f"{_FLAGS} --load-format dummy --max-num-seqs 16".split()
     pruning = (
         f"--autoprune-state {_STATE} --autoprune-budget {_BUDGET} "
@@ -251,7 +252,7 @@ def _measure_times(folder: Path, out: Path) -> list[_Figure]:
         with serve(folder, *arguments, log=out / f"speed-{server}.log") as serving:
             for number, arm in enumerate(arms, 1):
                 log_progress(f"time the large model, {arm}")
-                # Arms of one server share no image and no text.
+                # Different arms of one server share no image and no text.
                 figures += _time_requests(serving.url, arm, 1000 * number, kv_bytes)
     machine = environment()
     load = float(machine["load average"])
@@ -259,7 +260,7 @@ def _measure_times(folder: Path, out: Path) -> list[_Figure]:
 
 
 def _format_tables(figures: Sequence[_Figure]) -> str:
-    """Both tables and their notes as Markdown, of the rows of ``demo.csv``."""
+    """Both tables and their notes as Markdown, from the rows of ``demo.csv``."""
     arms = ("stock", "resized", "pruned")
     cells = {(f.what, f.arm): f for f in figures}
     budget = f"K = {_BUDGET}"
@@ -295,8 +296,8 @@ def _format_tables(figures: Sequence[_Figure]) -> str:
 
 
 def _run_demo(out: Path) -> int:
-    """Say how long it takes, measure, and print the tables; they and their rows are in ``out``."""
-    # By the time that a product of the large model takes now.
+    """Print how long it will take, measure, and print the tables; ``out`` gets tables and rows."""
+    # The estimate comes from the time that a product of the large model takes now.
     dtype = choose_dtype()
     rows = torch.randn(TOKENS, _WIDTH)
     weight = torch.randn(11008 * _WIDTH // 4096, _WIDTH)
@@ -319,7 +320,7 @@ def _run_demo(out: Path) -> int:
         minutes=minutes,
     )
     print(introduction, file=sys.stderr, flush=True)
-    # Busy-waiting threads of torch in the client would slow the server that is measured.
+    # Torch threads of the client wait busily, which would slow the server under test.
     torch.set_num_threads(1)
     out.mkdir(parents=True, exist_ok=True)
     examples = draw_examples("test", _SCENES)
@@ -336,7 +337,7 @@ def _run_demo(out: Path) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0 with a complete table, 130 after Ctrl-C, 1 where something failed."""
+    """Exit status: 0 if the tables are complete, 130 after Ctrl-C, 1 after a failure."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.demo",
         description="Serve two models stock and pruned: the trained mini-LLaVA, to compare "

@@ -36,15 +36,16 @@ from vllm_autoprune.errors import AutopruneError, ConfigError
 from vllm_autoprune.flags import add_flags, flag_problems
 from vllm_autoprune.http_client import FAILURES, ServerClient
 
-# A line for each request would be written before its first token is stamped.
+# httpx would log a line for each request before its first token is stamped.
 logging.getLogger("httpx").setLevel(logging.WARNING)
 
 _MAX_FAILURES = 10
-"""Consecutive failures after which the run is given up."""
+"""Number of consecutive failures after which the run ends."""
 _EARLY = 0.002
-"""Seconds of busy waiting before a request is due: an event loop sleeps whole milliseconds."""
+"""Seconds of busy waiting before a request is due, because the event loop sleeps whole
+milliseconds."""
 _TICK = 0.01
-"""Seconds that the greenlet which measures the lag sleeps each time."""
+"""Seconds that the greenlet which measures the lag sleeps at a time."""
 _WARM_UP_AT_ONCE = 4
 
 
@@ -59,7 +60,7 @@ class _LoadTest:
         count = len(self._prepared.measured)
         self._schedule = enumerate(options.load.due(count))
         self._measured = options.load.select_measured(count)
-        # Before the run, whose own load is not to be taken for that of other programs.
+        # Recorded before the run, so that its own load does not look like that of other programs.
         self._environment = environment("locust", "gevent")
         self._counters: dict[str, float] | None = None
         self._records: list[Record] = []
@@ -86,12 +87,12 @@ class _LoadTest:
             pool.spawn(self._client.send, body)
         pool.join()
         self._counters = _read_counters(self._options)
-        # Garbage collection of what exists by now would delay time stamps.
+        # A garbage collection of existing objects during the run would delay time stamps.
         gc.collect()
         gc.freeze()
 
     def begin(self, **_: object) -> None:
-        """Start the schedule: all users wait for it."""
+        """Start the schedule, which all users wait for."""
         self._zero = time.perf_counter()
         self._cpu = time.process_time()
         gevent.spawn(self.measure_lag)
@@ -105,15 +106,15 @@ class _LoadTest:
             self._late.append(time.perf_counter() - begin - _TICK)
 
     def work(self) -> None:
-        """Send a locust user's part of the requests; the last user ends the run."""
+        """Send this locust user's part of the requests; the last user ends the run."""
         self._start.wait()
         if self._options.load.rate is None:
-            for index, _ in self._schedule:  # of all users
+            for index, _ in self._schedule:  # shared by all users
                 if self._stop.is_set():
                     break
                 self._send(index, self._now())
         else:
-            # When they are due, without waiting for answers.
+            # Requests are sent when they are due, without waiting for earlier answers.
             pool = Pool()
             maximum = self._options.most
             for index, due in self._schedule:
@@ -121,7 +122,7 @@ class _LoadTest:
                     break
                 while self._now() < due:
                     gevent.sleep(0)  # let answers be read meanwhile
-                if len(pool) >= maximum:  # a server that far behind does not recover
+                if len(pool) >= maximum:  # a server so far behind does not recover
                     self._give_up(
                         f"over-saturated: {maximum} requests were in flight at once"
                     )
@@ -138,7 +139,7 @@ class _LoadTest:
         measured = self._measured[index]
         record = self._client.send(body, scheduled=due, index=index, measured=measured)
         self._records.append(record)
-        # For locust's own statistics and pages.
+        # Locust needs the event for its own statistics and pages.
         self._locust.events.request.fire(
             request_type="chat",
             name="measured" if record.measured else "not measured",
@@ -154,7 +155,7 @@ class _LoadTest:
             )
 
     def _give_up(self, reason: str) -> None:
-        """Send no further request."""
+        """End the run: no further request is sent."""
         self._broken = self._broken or reason
         self._stop.set()
 
@@ -168,7 +169,8 @@ class _LoadTest:
             workload=self._prepared.workload,
             options=options,
             summary=Summary.of([records], options),
-            # A labelled counter appears with its first event, so that before it there was none.
+            # A labelled counter appears with its first event; if it was missing at the start, it
+            # was 0.
             counters=final
             and {
                 name: total - (initial or {}).get(name, 0.0)
@@ -195,7 +197,7 @@ class _LoadTest:
 
 
 def _read_counters(options: RunOptions) -> dict[str, float] | None:
-    """:data:`COUNTERS` of all engines since their start; None where the server does not answer."""
+    """Sum of :data:`COUNTERS` over all engines; None if the server does not answer."""
     with contextlib.suppress(*FAILURES), ServerClient(options.host, options) as client:
         client.http.timeout = 10.0
         if metrics := client.read_metrics():
@@ -205,13 +207,13 @@ def _read_counters(options: RunOptions) -> dict[str, float] | None:
 
 
 class ChatUser(User):
-    """Sends its part of the requests, then ends."""
+    """A user of locust that sends its part of the requests, then ends."""
 
     test: _LoadTest
 
     @task
     def work(self) -> None:
-        """Wait for the start of the schedule, and send."""
+        """Wait for the start of the schedule, then send."""
         self.test.work()
         raise StopUser
 

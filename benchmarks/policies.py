@@ -33,8 +33,8 @@ SEARCH_RESULTS: Mapping[str, str] = {
     "minillava-split": "mini-LLaVA",
     "miniqwen": "mini-Qwen3-VL",
 }
-"""States that a search produced, and the model it measured them on; like the source, they are read
-from ``policies/``."""
+"""States that a search produced, and the model on which it measured them. Like the source, they are
+read from ``policies/``."""
 
 _BUDGETS: Mapping[str, Sequence[int]] = {
     "llava-1.5-7b": (16, 32, 64, 128),
@@ -55,7 +55,7 @@ _FRAMES: Mapping[str, Mapping[str, object]] = {
 """How methods for videos spread their tokens over the frames of a video, as published."""
 
 _PACKED = "Kept tokens are packed, as published."
-"""Note of states that reproduce the paper; every other has kept tokens at their true positions."""
+"""Note of states that reproduce the paper; all other states have kept tokens at true positions."""
 
 _MEASURED = (16, 8)
 """The values of K at which states are measured."""
@@ -67,7 +67,7 @@ _LINE_WIDTH = 96
 
 _JsonObject = dict[str, Any]
 
-# Scoring for a state that never scores; the schema requires one signal.
+# Placeholder for states that never score, because the schema requires one signal.
 _UNUSED_SCORING: _JsonObject = {
     "signals": [{"atom": "visual_token_norm_saliency", "weight": 0.0}],
     "kernel": {"atom": "pairwise_cosine_kernel"},
@@ -145,7 +145,7 @@ def _build_states(folder: Path = POLICIES) -> list[PruningState]:
 
 
 def _read_evidence(path: Path) -> _JsonObject:
-    """What `_measure` wrote into a state's file; empty where there is none, or of another form."""
+    """Evidence that `_measure` wrote into a state's file; empty if there is none in this form."""
     state = (
         json.loads(path.read_text(encoding="utf-8"))
         if path.exists()
@@ -156,7 +156,7 @@ def _read_evidence(path: Path) -> _JsonObject:
 
 
 def _format_json(value: object, indent: int = 0, key: str = "") -> str:
-    """Indented JSON in which a list or an object that fits on one line stays on one line."""
+    """Indented JSON; a list or an object that fits on one line is written on one line."""
     flat = json.dumps(value, ensure_ascii=False)
     lead = f"{json.dumps(key, ensure_ascii=False)}: " if key else ""
     fits = indent > 0 and indent + len(lead) + len(flat) < _LINE_WIDTH
@@ -185,14 +185,14 @@ def _build(folder: Path) -> None:
 
 
 def _measure(folder: Path, report: Mapping[str, Any]) -> None:
-    """Keep accuracy of a report of `vllm-autoprune eval` in the files of the states that it has.
+    """Write accuracy from a report of `vllm-autoprune eval` into the files of the reported states.
 
-    In per cent: ``resized`` is the resize control on the same questions, ``less_resized`` the state
-    less the control; ``behaviour`` is the digest of the state that was measured.
+    Figures are in per cent: ``resized`` is the resize control on the same questions,
+    ``less_resized`` the state minus the control. ``behaviour`` is the digest of the measured state.
     """
     rows = {row["case"]["name"]: row for row in report["rows"]}
     for state in _build_states(folder):
-        # The evidence of one that a search found on another model is of both yardsticks.
+        # A state that a search found on another model has evidence from both yardsticks.
         elsewhere = SEARCH_RESULTS.get(state.name, "mini-LLaVA") != "mini-LLaVA"
         if elsewhere or state.name.startswith(f"{SOURCE}-"):
             continue
@@ -236,7 +236,7 @@ def _write_state(
         provenance = state.provenance.model_copy(update=changes)
         state = state.model_copy(update={"provenance": provenance})
     path = folder / f"{state.name}.json"
-    # A search may have written the same state in another form, which is kept.
+    # If a search wrote the same state in another form, that form stays.
     if not path.exists() or load_state(path) != state:
         path.write_text(
             _format_json(json.loads(state.dumps())) + "\n", encoding="utf-8"

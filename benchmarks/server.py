@@ -34,7 +34,7 @@ _PR_SET_PDEATHSIG = 1
 def _connect() -> httpx.Client:
     """The HTTP client of this process, with a new connection for each request.
 
-    One, because it takes 60 ms to make.
+    The client is shared, because it takes 60 ms to make.
     """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     headers = {"Connection": "close"}
@@ -44,14 +44,14 @@ def _connect() -> httpx.Client:
 
 
 class ServerDied(BenchmarkError):
-    """A server ended before it was ready, or was not ready in time."""
+    """A server that ended before it was ready, or was not ready in time."""
 
     @classmethod
     def diagnose(cls, log: Path, cause: str = "") -> ServerDied:
-        """The error of a server with this log, whose end is a note.
+        """The error of a server with this log; the end of the log becomes a note.
 
-        Unless a cause is given it is what the log says: the plugin's refusal, else the first error,
-        since processes pass errors on, else the last line.
+        Unless ``cause`` is given, it is taken from the log: the refusal of the plugin, else the
+        first error (processes pass errors on), else the last line.
         """
         text = log.read_text(errors="replace") if log.is_file() else ""
         _, _, refusal = text.partition("\nvllm-autoprune: ")
@@ -85,8 +85,8 @@ class Server:
         body: Mapping[str, object],
         headers: Mapping[str, str] | None = None,
     ) -> tuple[int, dict[str, object]]:
-        """Status and JSON body of a POST request, on a connection of its own."""
-        # Not httpx's own encoder, which refuses some of what attacks send.
+        """Send a POST request on a new connection; returns status and JSON body."""
+        # httpx's own encoder refuses some of the bodies that tests of attacks send.
         content_type = {"Content-Type": "application/json", **(headers or {})}
         answer = _connect().post(
             self.url + path,
@@ -105,9 +105,9 @@ class Server:
         return answer.status_code, content
 
     def await_api_servers(self, count: int, patience: float = 60.0) -> None:
-        """Wait until so many API servers are up: the first one alone answers the health check.
+        """Wait until ``count`` API servers are up; the health check is answered once the first is.
 
-        Raises :class:`ServerDied` where they do not come up.
+        Raises :class:`ServerDied` if they are not up in time.
         """
         deadline = time.monotonic() + patience
         while self.logged().count("Application startup complete") < count:
@@ -118,12 +118,12 @@ class Server:
             time.sleep(0.2)
 
     def logged(self) -> str:
-        """Everything the server has printed so far."""
+        """Everything that the server has printed so far."""
         return self.log.read_text(errors="replace")
 
 
 def _free_port() -> int:
-    """A TCP port that nothing listens on."""
+    """A TCP port on which nothing listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -137,8 +137,8 @@ def command(
 ) -> list[str]:
     """The command line of a small local server, run by this interpreter's ``vllm``.
 
-    ``subcommand``: words of ``vllm`` before the model. Without a ``--dtype`` among ``flags`` it
-    serves in the one that this machine multiplies fast.
+    ``subcommand`` is the words of ``vllm`` before the model. Without a ``--dtype`` in ``flags`` it
+    uses the dtype that this machine multiplies fast.
     """
     vllm = Path(sys.executable).with_name("vllm")
     where = ("--host", "127.0.0.1", "--port", str(port), "--dtype", choose_dtype())
@@ -154,14 +154,14 @@ def serve(
     patience: float = 900.0,
     subcommand: Sequence[str] = ("serve",),
 ) -> Iterator[Server]:
-    """Serve ``model`` until the block ends, however it ends.
+    """Serve ``model`` until the context ends, in whatever way it ends.
 
-    The server gets a process group of its own, which is ended as a whole; on Linux it is
-    also ended when this process is killed (which vLLM ignores while it starts).
-    Raises :class:`ServerDied` where it does not come up.
+    The server gets its own process group, which is ended as a whole. On Linux it also ends when
+    this process is killed, which vLLM ignores while it starts. Raises :class:`ServerDied` if the
+    server does not come up.
     """
     port = _free_port()
-    # A proxy of the environment does not reach this machine's servers.
+    # A proxy of the environment cannot reach servers on this machine.
     exempt = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
     os.environ["no_proxy"] = ",".join(
         sorted({"127.0.0.1", *filter(None, exempt.split(","))})
@@ -200,16 +200,16 @@ def serve(
                     ready = True
                 time.sleep(0 if ready else 0.25)
         except BaseException:
-            # vLLM ignores SIGTERM while it starts, and has nothing to finish yet.
+            # vLLM ignores SIGTERM while it starts, and has no requests to finish yet.
             end_group(process, grace=2.0)
             raise
         yield server
 
 
 def run_command(name: str, run: Callable[[], int]) -> int:
-    """Exit status of a command, which ends the servers that it has started.
+    """Run a command and return its exit status; servers that it has started are ended.
 
-    An error is answered in one line, with status 1; Ctrl-C and SIGTERM with 130.
+    An error is printed in one line, with status 1; Ctrl-C and SIGTERM give status 130.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -223,7 +223,7 @@ def run_command(name: str, run: Callable[[], int]) -> int:
 
 
 def end_group(process: subprocess.Popen[bytes], grace: float = 20.0) -> None:
-    """Terminate the whole process group, then kill it; a second Ctrl-C waits until that is done."""
+    """Terminate a process group, then kill it; a second Ctrl-C does not interrupt this."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         for sent, wait in ((signal.SIGTERM, grace), (signal.SIGKILL, 10.0)):
@@ -231,7 +231,7 @@ def end_group(process: subprocess.Popen[bytes], grace: float = 20.0) -> None:
             try:
                 os.killpg(process.pid, sent)
                 while time.monotonic() < deadline:
-                    process.poll()  # reaps the leader, whose group would live on otherwise
+                    process.poll()  # reaps the leader; as a zombie it would keep the group alive
                     os.killpg(process.pid, 0)
                     time.sleep(0.1)
             except ProcessLookupError:

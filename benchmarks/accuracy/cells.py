@@ -1,6 +1,6 @@
-"""``python -m benchmarks.accuracy.cells``: marks that are lost with cells no vision tower encodes.
+"""``python -m benchmarks.accuracy.cells``: marks lost with cells that no vision tower encodes.
 
-Pictures are drawn for what rules for cells lose; no model is asked. Cells are those of Qwen3-VL.
+Pictures show marks that rules for cells may lose; no model is asked. Cells are those of Qwen3-VL.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _INK = 20
 _VISIBLE = 4  # grey levels by which a person sees a mark on even ground
 
 _Marks = Sequence[tuple[Sequence[int], Sequence[int], int | str, int, int]]
-"""Lefts, tops, width or a text, height, grey: a mark at each left of each top."""
+"""Marks of one kind: their lefts, their tops, width in pixels or a text, height, and grey level.
+There is a mark at each combination of a left and a top."""
 _Process = Callable[[Image.Image], Image.Image]
 
 
@@ -41,7 +42,7 @@ def _write(x: int = 50, step: int = 26) -> _Marks:
 
 
 def _draw_boxes(step: int) -> _Marks:
-    """Check boxes, of which every third is ticked."""
+    """Check boxes; every third one is ticked."""
     outer = range(40, 680, step)
     inner = range(42, 680, step)
     ticks = range(45, 680, 3 * step)
@@ -66,7 +67,7 @@ def _compress(image: Image.Image, quality: int) -> Image.Image:
 
 
 def _draw(marks: _Marks, process: _Process) -> NDArray[np.uint8]:
-    """Cells ``(H, W, patches, channels, pixels)`` of a picture."""
+    """Cells ``(H, W, patches, channels, pixels)`` of a picture with ``marks``, processed."""
     image = Image.new("L", (_WIDTH, _HEIGHT), _PAPER)
     pen = ImageDraw.Draw(image)
     for lefts, tops, width, height, grey in marks:
@@ -134,7 +135,7 @@ _KINDS: dict[str, tuple[_Marks, _Marks] | tuple[_Marks, _Marks, _Process]] = {
 
 
 def count_losses() -> Iterator[tuple[str | int, ...]]:
-    """Kind, rule, cells, kept ones, those with marks, of these dropped, of these one colour."""
+    """Kind, rule, and numbers of cells: all, kept, marked; marked and dropped, of one colour."""
     for name, (marks, ground, *processes) in _KINDS.items():
         process = processes[0] if processes else Image.Image.copy
         cells = _draw([*ground, *marks], process)

@@ -1,8 +1,8 @@
-"""``python -m benchmarks.accuracy.clips``: which tokens of a clip to keep, and of how many frames.
+"""``python -m benchmarks.accuracy.clips``: which tokens of a clip to keep, and how many frames.
 
-A server is asked about the test split: eight frames of each clip, with as many visual tokens by all
-methods; and clips of 64 frames, in which what comes is there for one, with as many visual tokens of
-8, 16, 32 and 64 frames.
+A server answers the test split twice. First it gets eight frames of each clip, and every method
+keeps the same number of visual tokens. Then it gets clips of 64 frames, in which each visitor is
+there for a single frame, and keeps the same number of visual tokens of 8, 16, 32 and 64 frames.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FLAGS = (
 )
 _STATES = ("vcast", "echoprune", "evs", "vidcom2", "cen_divprune", "cen_cdpruner")
 _SHARES = ("1/2", "1/4", "1/8", "1/16")
-# Sides in tokens of square frames that have no more than a share; with one a frame none is right.
+# Sides, in tokens, of resized frames that have at most this share of tokens; 1/16 has no such side.
 _SIDES = {"1/2": 4, "1/4": 3, "1/8": 2}
 _FRAMES = (8, 16, 32, 64)
 _TOKENS = (72, 144, 288)
@@ -49,7 +49,7 @@ _LOWER = "lower resolution"
 
 @dataclass
 class _Answers:
-    """Answers to questions of one file, by method and K; differences are from the baselines."""
+    """Answers to the questions of one file, by method and K, and differences from ``baselines``."""
 
     title: str
     baselines: Sequence[str]
@@ -66,9 +66,9 @@ class _Answers:
         frames: int,
         cases: Mapping[tuple[str, str], Case],
     ) -> None:
-        """Ask about ``frames`` of each clip of a folder; a journal may have some of the answers.
+        """Ask about ``frames`` of each clip in ``data``, except what ``journal`` has answers to.
 
-        Raises :class:`BenchmarkError` if any is missing.
+        Raises :class:`BenchmarkError` if any answer is missing.
         """
         questions = read_questions(data / "test.jsonl", frames=frames)
         suite = QuestionSuite(server, [*cases.values()], questions, data.name)
@@ -94,7 +94,7 @@ class _Answers:
         self.clips = [question.record.image for question in questions]
 
     def write(self, table: Table) -> None:
-        """Add rows of all questions and of each kind, with intervals over clips."""
+        """Add rows for all questions and for each kind, with intervals over clips."""
         kinds = np.array(self.kinds)
         clips = np.array(self.clips)
         for kind in ("all", *CATEGORIES["clips"]["clips"]):
@@ -121,13 +121,13 @@ class _Answers:
 
 
 def _name(case: Case, behind: str = "") -> tuple[str, str]:
-    """Method and K of a case."""
+    """Method and K of a case, for the table."""
     budget = f"K = {case.budget}" if case.budget else "all tokens"
     return case.label + behind, budget
 
 
 def _shrink(data: Path, out: Path, side: int) -> Path:
-    """A copy of a folder with frames of so many tokens a side, as a server resizes them."""
+    """Copy a folder with frames of ``side`` tokens a side, resized as a server resizes them."""
     for path in data.rglob("*.*"):
         copy = out / path.relative_to(data)
         copy.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,9 @@
 """``python -m benchmarks.accuracy.positions``: packed against true positions, through lmms-eval.
 
 LLaVA-1.5-7B and an InternVL find boxes in RefCOCO and answer GQA and TextVQA: with all tokens, and
-with the same kept ones packed and where they stood. Both are served by vLLM on other machines, with
-``--autoprune-requests states``. Differences are paired; published figures stand beside them.
+with the same kept tokens at packed and at true positions. Both are served by vLLM on other
+machines, with ``--autoprune-requests states``. Differences are paired; published figures stand
+beside them.
 """
 
 from __future__ import annotations
@@ -42,19 +43,19 @@ class _Model(NamedTuple):
 
 
 _MODELS: Mapping[str, _Model] = {
-    # It was trained to write boxes as fractions, InternVL as thousandths: each has the task that
-    # reads them so. The shares are those of 64 and 32 among 576 tokens.
+    # LLaVA was trained to write boxes as fractions, InternVL as thousandths, so each has the task
+    # that parses its format. The shares are equal to 64 and 32 of 576 tokens.
     "llava": _Model("LLaVA-1.5-7B", "refcoco_bbox_rec_val", (64, 32)),
     "internvl": _Model("InternVL", "refcoco_grounding_testA", ("1/9", "1/18")),
 }
 
 
 _PUBLISHED = Path(__file__).with_name("published_positions.csv")
-"""No figures of an InternVL, nor of true positions on GQA and TextVQA, were found."""
+"""Published figures; none were found of an InternVL, nor of true positions on GQA and TextVQA."""
 
 
 class _Row(FrozenModel):
-    """A case on one benchmark, in per cent; ``less`` are paired differences to other cases."""
+    """A case on one benchmark, in per cent; ``less`` are paired differences from other cases."""
 
     benchmark: str
     case: str
@@ -65,7 +66,7 @@ class _Row(FrozenModel):
 
 
 class _Result(FrozenModel):
-    """What came out for one model; ``reasons`` say why it is not valid."""
+    """The result of one model; ``reasons`` say why it is not valid."""
 
     model: str
     served: str
@@ -77,12 +78,13 @@ class _Result(FrozenModel):
 def _build_cases(
     state_name: str, budgets: Sequence[int | str], positions: Sequence[Positions]
 ) -> list[Case]:
-    """All tokens, and a state at each K and position, packed the first of them."""
+    """The case with all tokens, then the state at each K with each positions, packed first."""
     state = load_state(state_name)
     cases = [FULL]
     for budget in budgets:
         for position in positions:
-            # In the state for its digest; beside it because a flag of the server goes before that.
+            # The state has the positions for its digest; the request repeats them to override a
+            # server's flag.
             moved = state.model_copy(update={"positions": position})
             case = Case(
                 name=f"{position}@{budget}",
@@ -98,7 +100,7 @@ def _build_cases(
 
 
 def _compare(contents: Contents, cases: Sequence[Case]) -> Iterator[_Row]:
-    """A row of each benchmark and case of which every question is scored."""
+    """A row for each benchmark and case, if all of its questions were scored."""
     for benchmark in dict.fromkeys(q.benchmark for q in contents.questions.values()):
         images = {
             q.id: q.image
@@ -129,7 +131,7 @@ def _compare(contents: Contents, cases: Sequence[Case]) -> Iterator[_Row]:
 
 
 def _find_faults(contents: Contents, cases: Sequence[Case]) -> Iterator[str]:
-    """Signs that a case is not the packed tokens at other positions."""
+    """Signs that a case differs from its packed case in more than positions, or not at all."""
     for case in cases:
         packed = contents.answers.get(case.base, {})
         moved = contents.answers.get(case.name, {})
@@ -148,7 +150,7 @@ def _find_faults(contents: Contents, cases: Sequence[Case]) -> Iterator[str]:
 
 
 def _measure(key: str, options: argparse.Namespace) -> _Result:
-    """Ask one model what is missing, and compare."""
+    """Ask one model the questions without an answer yet, and compare its cases."""
     model = _MODELS[key]
     url = getattr(options, key)
     connection = read_connection(options)
@@ -184,7 +186,7 @@ def _measure(key: str, options: argparse.Namespace) -> _Result:
 
 
 def _format(result: _Result) -> str:
-    """A section with the table of one model."""
+    """A section of the report with the table of one model."""
     lines = []
     for row in result.rows:
         packed = next((name for name in row.less if name != FULL.name), "")

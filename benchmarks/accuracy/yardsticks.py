@@ -1,8 +1,8 @@
-"""``python -m benchmarks.accuracy.yardsticks``: one table of both yardsticks.
+"""``python -m benchmarks.accuracy.yardsticks``: accuracy table of mini-LLaVA and mini-Qwen3-VL.
 
-Every base policy and shipped state beside full, resized, random and oracle, at K = N/2 to N/16.
-Measured in this process with transformers, on the selection code that a server runs: a case costs a
-selection and a pass of the language model, so hundreds of cases take minutes.
+Every base policy and shipped state is compared with full, resized, random and oracle, at K = N/2 to
+N/16. Accuracy is measured in this process with transformers, on the selection code that a server
+runs. A case costs a selection and a pass of the language model, so hundreds of cases take minutes.
 """
 
 from __future__ import annotations
@@ -40,23 +40,24 @@ _STATES = ("norm", SOURCE, "instruction-free", "shared-core", *SEARCH_RESULTS)
 _CONTROLS = ("resized", "random", "oracle")
 
 _BEFORE = "@merger_in"
-"""Behind the name of a case: the state ranks tokens by what enters the patch merger."""
+"""Suffix of a case's name: its state ranks tokens by their features before the patch merger."""
 
 _BY_KIND = (2, ("cen_divprune", "divprune", "cdpruner", "minillava"))
-"""Budget and states of the table of positions."""
+"""Divisor of N, and the states, in the table of positions by kind of question."""
 
 _WITHOUT_FEATURES = ("mmtok", "scope", "prunesid", "holov")
-"""Base policies that read encoder tokens anyway, or attention alone: the same before the merger."""
+"""Base policies that read encoder tokens anyway, or only attention, so that ranking before the
+merger changes nothing."""
 
 
 def _build_cases(yardstick: Yardstick, names: Sequence[str] = ()) -> list[Case]:
-    """Every case whose inputs a yardstick has, the full model first; or the named ones of them.
+    """The full model, then every case whose inputs a yardstick has, or those in ``names``.
 
-    A name may also be that of an ablation or of a file with a state. The full model and the
-    resize control are always among them. Where a yardstick has a patch merger, every base policy
-    and state that reads features also ranks before it; where positions have one axis, every one
-    also has its tokens packed, or at their true positions where it has them packed. Policies for
-    videos are left out.
+    A name may also be that of an ablation, or the path of a state. The full model and the resize
+    control are always included. If a yardstick has a patch merger, every base policy and state that
+    reads features is also ranked before it. If positions have one axis, every one is also measured
+    with the other positions: packed, or true if it is packed itself. Policies for videos are left
+    out.
     """
     available = yardstick.available
     state_names = [
@@ -99,11 +100,11 @@ def _build_cases(yardstick: Yardstick, names: Sequence[str] = ()) -> list[Case]:
 
 @dataclass(frozen=True)
 class _Row:
-    """One case on all questions, or on those of one category or kind; in per cent right.
+    """Per cent of right answers of one case, on all questions or on those of a category or kind.
 
-    ``less_resized`` is the case less the resize control at the same K, ``less_base`` a state less
-    its base policy, ``less_search_result`` the case less the state that a search found on the
-    yardstick; all are paired by question, with intervals over images.
+    ``less_resized`` is the case minus the resize control at the same K, ``less_base`` a state minus
+    its base policy, ``less_search_result`` the case minus the state that a search found on the
+    yardstick. All are paired by question, with intervals over images.
     """
 
     yardstick: str
@@ -126,7 +127,7 @@ class _Row:
 def _list_slices(
     yardstick: Yardstick, kinds: Sequence[str]
 ) -> Iterator[tuple[str | None, str | None, Sequence[str]]]:
-    """Category, kind and the kinds of questions of each slice: all, a category, one kind."""
+    """Category, kind, and the kinds included, of each slice: all, a category, or one kind."""
     categories = CATEGORIES[yardstick.key]
     yield None, None, kinds
     for category, of_category in categories.items():
@@ -139,7 +140,7 @@ def _list_slices(
 def _measure(
     yardstick: Yardstick, cases: Sequence[Case], examples: Sequence[Example]
 ) -> Iterator[_Row]:
-    """Rows of every case: of all questions, of each category, and of each kind."""
+    """Rows of every case: for all questions, for each category, and for each kind."""
     scores: dict[tuple[str, str], list[Scores]] = {
         (c.name, c.budget.label): [] for c in cases
     }
@@ -174,7 +175,7 @@ def _measure(
                 less[name] = (
                     None if other is None else percent(correct - other[members])
                 )
-            # Each question's logarithm is rounded before the mean, as for the published table.
+            # The logarithm of each question is rounded before the mean, as in the published table.
             logprobs = (
                 torch.cat([s.logprob for s in scores[case.name, label]])
                 .double()
@@ -202,7 +203,7 @@ def _measure(
 
 
 def _as_csv(rows: Sequence[_Row]) -> str:
-    """All rows, one a line; an estimate is three columns, its 95 % interval ``low`` to ``high``."""
+    """One row a line; an estimate has three columns, with its 95 % interval ``low`` to ``high``."""
     records = []
     for row in rows:
         record: dict[str, object] = {}
@@ -223,10 +224,10 @@ def _as_csv(rows: Sequence[_Row]) -> str:
 def _as_markdown(
     yardstick: Yardstick, rows: Sequence[_Row], split: str = "test"
 ) -> str:
-    """The table of all cases but those compared with another of their state.
+    """Table of all cases except variants that are compared with another case of the same state.
 
-    What a search found is in bold. A cell is per cent right, then points more than resizing ± the
-    longer side of the interval.
+    States that a search found are in bold. A cell has per cent right, then points above resizing ±
+    the longer side of the interval.
     """
     full = rows[0]
     images = f"{full.images} images of the {split} split"
@@ -256,7 +257,7 @@ def _as_markdown(
 
 
 def _tabulate_positions(yardstick: Yardstick, rows: Sequence[_Row]) -> str:
-    """Per cent right of a few states by kind of question: packed, then at true positions."""
+    """Per cent right of a few states by kind of question, with packed and with true positions."""
     number, states = _BY_KIND
     label = yardstick.budgets[number].label
     by_kind: dict[str, dict[str, str]] = {}
@@ -274,7 +275,7 @@ def _tabulate_positions(yardstick: Yardstick, rows: Sequence[_Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the tables, and write them into the documentation where that is asked."""
+    """Measure, print the tables, and update the documentation if a flag asks for it."""
     parser = CommandParser(
         prog="python -m benchmarks.accuracy.yardsticks",
         description="Measure base policies, states and controls on mini-LLaVA and mini-Qwen3-VL.",
@@ -300,7 +301,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = "also write docs/accuracy.md's tables and docs/data/accuracy.csv"
     add("--write-docs", action="store_true", help=text)
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)  # the last bits of pictures depend on it
+    # The last bits of pictures depend on the number of threads.
+    torch.set_num_threads(1)
     parts = list[str]()
     all_rows = list[_Row]()
     positions = ""

@@ -1,7 +1,7 @@
 """The streaming client of all benchmarks, and the record of a request.
 
-Every read of the socket is stamped, no request is repeated. Under locust ``socket`` is gevent's,
-so that a thousand requests wait in one thread.
+Every read of the socket gets a time stamp, and no request is repeated. Under locust ``socket`` is
+gevent's, so that a thousand requests wait in one thread.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ class Record(StreamedAnswer):
     """
 
     index: int = 0
-    """Its place in the workload: the same request has the same index in every run."""
+    """Index in the workload; the same request has the same index in every run."""
     measured: bool = True
-    """Whether it counts."""
+    """Whether the request counts in the figures."""
     scheduled: float
-    """When it was due; in a closed loop, when the request before it was answered."""
+    """When the request was due; in a closed loop, when the previous request was answered."""
     started: float
-    """When the client began with it."""
+    """When the client began to send the request."""
     done: float
     """When the stream ended, or the request failed."""
     status: int = 0
 
     @property
     def ok(self) -> bool:
-        """Whether the request was answered; only then it has latencies."""
+        """Whether the request was answered; only then does it have latencies."""
         return self.error is None
 
     @property
@@ -51,23 +51,23 @@ class Record(StreamedAnswer):
 
     @property
     def ttft(self) -> float:
-        """Time to first token, of thoughts or not: seconds since the request was due."""
+        """Time to first token, thoughts included: seconds since the request was due."""
         return self.deltas[0] - self.scheduled
 
     @property
     def ttfat(self) -> float | None:
-        """Time to first answer token, behind all thoughts; None where there is no answer."""
+        """Time to first token of the answer, after all thoughts; None if there is no answer."""
         answer = self.deltas[self.thoughts :]
         return answer[0] - self.scheduled if answer else None
 
     @property
     def e2e(self) -> float:
-        """End-to-end latency: seconds from the moment the request was due to its last token."""
+        """End-to-end latency: seconds from when the request was due to its last token."""
         return self.deltas[-1] - self.scheduled
 
     @property
     def gaps(self) -> tuple[float, ...]:
-        """Inter-token latencies: seconds between deltas, which may hold more than one token."""
+        """Inter-token latencies: seconds between deltas; a delta may hold more than one token."""
         return tuple(b - a for a, b in pairwise(self.deltas))
 
     @property
@@ -82,8 +82,8 @@ class Record(StreamedAnswer):
 class Client:
     """Sends requests to one server, each on a connection of its own.
 
-    ``clock`` gives seconds since the start of the schedule; ``timeout`` is per read, in seconds.
-    Raises :class:`ConfigError` for an address or a proxy that cannot be used.
+    ``clock`` returns seconds since the start of the schedule; ``timeout`` is in seconds, for each
+    read. Raises :class:`ConfigError` for an address or a proxy that cannot be used.
     """
 
     url: str
@@ -95,7 +95,7 @@ class Client:
         self._connect().close()
 
     def _connect(self) -> httpx.Client:
-        # One for each request takes 0.3 ms; of a shared one httpx scans all connections each time.
+        # A new httpx client takes 0.3 ms; a shared one scans all its connections at every request.
         headers = {"Content-Type": "application/json", "Connection": "close"}
         return make_client(
             httpx.Client,
@@ -108,9 +108,9 @@ class Client:
     def send(
         self, body: bytes, *, scheduled: float | None = None, **labels: Any
     ) -> Record:
-        """The record of one request; whatever goes wrong is in its ``error``.
+        """Send one request and return its record; any failure is in the record's ``error``.
 
-        ``labels``: other fields of the record, such as its index.
+        ``labels`` are other fields of the record, such as its index.
         """
         started = self.clock()
         status = 0
@@ -127,11 +127,12 @@ class Client:
                 if status != 200:
                     response.read()
                     failure = describe_rejection(response)
-                # A piece is what one read of the socket gave, at most one chunk of the transfer.
+                # A piece is the result of one read of the socket, at most one chunk of the
+                # transfer.
                 for piece in response.iter_bytes() if status == 200 else ():
                     reads.append((self.clock(), piece))
         except httpx.HTTPError as error:
-            # A connection that breaks behind the whole answer does not matter.
+            # A connection that breaks after the complete answer does not matter.
             end = f"{type(error).__name__}: {error}"
             failure = "" if reads else f"no answer: {end}"
         done = self.clock()
@@ -153,9 +154,10 @@ class Client:
         subject: str = "",
         accepted: str = "",
     ) -> list[Record]:
-        """The records of all requests in their order; ``at_once`` are in flight.
+        """Send all requests, ``at_once`` at a time, and return their records in the same order.
 
-        Raises :class:`BenchmarkError` of ``subject`` where one has another error than ``accepted``.
+        Raises :class:`BenchmarkError`, with ``subject``, if a request has another error than
+        ``accepted``.
         """
         pool = ThreadPoolExecutor(at_once)
         records = list[Record]()
@@ -168,6 +170,6 @@ class Client:
                     )
                 records.append(record)
         finally:
-            # Those still running fail when the server ends, which must not wait for them.
+            # Requests that still run fail when the server ends, which must not wait for them.
             pool.shutdown(wait=False, cancel_futures=True)
         return records

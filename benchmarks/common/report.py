@@ -1,4 +1,4 @@
-"""What reports of benchmarks share: environment, command, figures as text; progress on stderr."""
+"""Shared parts of benchmark reports: environment, command, figures as text, progress on stderr."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BEGIN = time.monotonic()
 
 
 def environment(*packages: str) -> dict[str, str]:
-    """Versions, also of ``packages``, machine and load average, on which figures depend."""
+    """Versions (also of ``packages``), machine and load average, on which figures depend."""
     versions = {}
     for name in ("vllm", "vllm-autoprune", "torch", "transformers", *packages):
         try:
@@ -54,13 +54,13 @@ def environment(*packages: str) -> dict[str, str]:
 
 
 def format_environment() -> str:
-    """What :func:`environment` returns, as a sentence."""
+    """The result of :func:`environment` as a sentence."""
     values = ", ".join(f"{key} {value}" for key, value in environment().items())
     return f"Environment: {values}."
 
 
 def command_line() -> tuple[str, ...]:
-    """The command line of this process, without keys."""
+    """The command line of this process without API keys."""
     spec = sys.modules["__main__"].__spec__
     program = (
         ["python", "-m", spec.name.removesuffix(".__main__")] if spec else sys.argv[:1]
@@ -80,7 +80,7 @@ def format_estimate(
 
 
 def format_spread(sample: Spread) -> str:
-    """Median and quartiles; of seconds, in milliseconds, without decimals from 1,000 on."""
+    """Median and quartiles, seconds as milliseconds; values from 1,000 on have no decimals."""
     digits = 0 if sample.median >= 1 else 1
     median, low, high = (
         f"{1000 * x:,.{digits}f}" for x in (sample.median, sample.low, sample.high)

@@ -20,11 +20,11 @@ from PIL import Image, ImageDraw, ImageFilter
 _LEAVES = 700
 _SMALLEST = 1 / 160
 _LARGEST = 1 / 3
-"""Radii, as a share of the longer side."""
+"""Smallest and largest radius, as a share of the longer side."""
 
 
 def draw_picture(seed: int, width: int, height: int) -> Image.Image:
-    """An RGB picture; the same seed gives the same pixels, another seed another picture."""
+    """Draw an RGB picture; a seed always gives the same pixels, and other seeds other pictures."""
     generator = np.random.default_rng(seed)
 
     def draw_colour() -> tuple[int, int, int]:
@@ -35,8 +35,8 @@ def draw_picture(seed: int, width: int, height: int) -> Image.Image:
     image = Image.new("RGB", (width, height), draw_colour())
     pen = ImageDraw.Draw(image)
     palette = [draw_colour() for _ in range(12)]
-    # Radii of density r ** -3 between the bounds. The few large surfaces of a photograph are in the
-    # background: they are drawn first.
+    # Radii of density r ** -3 between the bounds. Some large shapes are drawn before all others,
+    # because the large surfaces of a photograph are in its background.
     inverse = _SMALLEST**-2 - generator.random(_LEAVES) * (_SMALLEST**-2 - _LARGEST**-2)
     large = generator.uniform(_LARGEST / 2, _LARGEST, size=_LEAVES // 20)
     for radius in np.concatenate([large, inverse**-0.5]) * side:

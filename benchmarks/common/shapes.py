@@ -1,4 +1,4 @@
-"""Model folders of true widths, without weights, and what a checkpoint's config.json determines.
+"""Model folders of true widths without weights, and sizes that follow from a config.json.
 
 LLaVA-1.5, LLaVA-NeXT and Qwen2.5-VL (7B), and CLIP-L. The language model's depth is an option; all
 other sizes are those of the published configs, in ``shapes.toml``. Such folders are served with
@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from vllm_autoprune.backbones import find_backbone
 from vllm_autoprune.ops.dtype import choose_dtype
 
-if TYPE_CHECKING:  # loaded by what writes a folder
+if TYPE_CHECKING:  # imported at run time only by functions that write a folder
     from tokenizers.processors import PostProcessor
     from transformers import PreTrainedTokenizerFast
 
 TOKENS = 576
 _WIDTH = 4096
-"""N and D of LLaVA-1.5."""
+"""N and D of an image of LLaVA-1.5."""
 _PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 """Tilings of llava-hf/llava-v1.6-vicuna-7b-hf, (height, width) in pixels."""
 
@@ -34,12 +34,12 @@ def write_shape(
     tower_layers: int | None = None,
     width: int = _WIDTH,
 ) -> Path:
-    """A folder of ``llava-1.5-7b``, ``llava-next-7b`` or ``qwen2.5-vl-7b``; returns it.
+    """Write a folder of ``llava-1.5-7b``, ``llava-next-7b`` or ``qwen2.5-vl-7b``; returns its path.
 
-    ``width``, a multiple of a head's 128, is the language model's where that is LLaVA's 4096; its
-    proportions stay. At full size, 23 layers of the vision tower (all but the last) precede 32
-    language layers of width 4096. A layer of width 2048 costs a quarter, so 2 tower layers with 4
-    of those take about the same share.
+    ``width``, a multiple of 128 (the width of a head), replaces the 4096 of LLaVA's language model;
+    its proportions stay. At full size, 23 layers of the vision tower (all but the last) precede 32
+    language layers of width 4096. A layer of width 2048 costs a quarter, so 2 tower layers before 4
+    such layers take about the same share.
     """
     import transformers
 
@@ -95,7 +95,7 @@ def write_shape(
 
 
 def write_clip(folder: Path) -> Path:
-    """CLIP-L/14-336 with random weights and its text tower at full size; returns the folder.
+    """Write CLIP-L/14-336 with random weights and a full-size text tower; returns the folder.
 
     Its vision tower has one layer, because only its last normalisation and projection are used.
     """
@@ -122,7 +122,7 @@ def write_clip(folder: Path) -> Path:
 
 
 def read_shape(name: str, layers: int | None = None) -> dict[str, Any]:
-    """A table of ``shapes.toml``, with the depth of the language model."""
+    """Read a table of ``shapes.toml``; ``layers`` replaces the depth of the language model."""
     shape = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())[name]
     if layers is not None:
         shape["config"]["text_config"]["num_hidden_layers"] = layers
@@ -133,9 +133,10 @@ def read_shape(name: str, layers: int | None = None) -> dict[str, Any]:
 def _build_tokenizer(
     shape: dict[str, Any], size: int, post_processor: PostProcessor | None = None
 ) -> PreTrainedTokenizerFast:
-    """One token a word: ``w0``, ``w1``, ...; every id has a text, since dummy weights emit any.
+    """A word tokenizer: one token for each of ``w0``, ``w1``, ...
 
-    Words in angle brackets are special tokens.
+    Words in angle brackets are special tokens. Every id has a text, because dummy weights may emit
+    any id.
     """
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -157,7 +158,7 @@ def _build_tokenizer(
 
 
 def draw_words(count: int, number: int, vocabulary: int = 31_000) -> str:
-    """``count`` words of one token each, unique by number from the start: no prefix is shared."""
+    """``count`` words of one token each; texts of different ``number`` share no prefix."""
     generator = random.Random(number)
     head = [number % 1000, number // 1000]
     tail = [generator.randrange(1000, vocabulary) for _ in range(count - len(head))]
@@ -165,9 +166,9 @@ def draw_words(count: int, number: int, vocabulary: int = 31_000) -> str:
 
 
 def count_kv_bytes(checkpoint: Path, dtype: str | None = None) -> int:
-    """Bytes of a token's keys and values in all layers, in ``dtype`` or this machine's.
+    """Bytes of one token's keys and values in all layers, in ``dtype`` or this machine's dtype.
 
-    2 (key, value) x layers x width of KV heads x bytes of a number.
+    They are 2 (key, value) x layers x width of KV heads x bytes of a number.
     """
     shape = find_backbone(str(checkpoint))
     size = {"float32": 4, "bfloat16": 2, "float16": 2}[dtype or choose_dtype()]

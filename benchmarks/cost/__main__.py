@@ -19,11 +19,11 @@ _COMMANDS = {
     "selection": "time of token selection, compared with the published code",
     "soak": "a pruned server under mixed load: errors, memory growth, metrics",
 }
-"""Modules with ``OPTIONS`` and ``run``, and their help."""
+"""Help of each command; its module has ``OPTIONS`` and ``run``."""
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command and its options; ``run`` is the function that runs it."""
+    """Parse a command and its options; ``run`` is the function that runs it."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.cost",
         description="What pruning costs and what it saves.",
@@ -43,7 +43,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status of the command; 1 with one line where it fails, 130 where it is stopped."""
+    """Run a command; returns its exit status: 1 with one line if it fails, 130 if stopped."""
     options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     return run_command(options.command, lambda: int(options.run(options)))
 

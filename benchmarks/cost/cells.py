@@ -1,8 +1,8 @@
 """`python -m benchmarks.cost cells`: what it saves to drop blank cells before the vision tower.
 
-Qwen3-VL-8B and its pictures are scaled alike: attention in the tower has the share that it has
-there. Every request brings a new picture, and arms take turns on one server. Processor time and
-bytes are those of pictures of full size.
+Qwen3-VL-8B and its pictures are scaled alike, so attention in the tower has the same share as at
+full size. Every request has a new picture, and the arms take turns on one server. Processor time
+and bytes are those of full-size pictures.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _ARMS: Mapping[str, Mapping[str, object]] = {
 }
 _SIZES = {"A4 page": (1654, 2338), "screenshot": (1920, 1080), "photo": (1280, 960)}
 _LEAST = {"A4 page": 1.6, "photo": 0.98}
-"""Promised requests/s of both over those of selection alone."""
+"""Promised minimum of the ratio of requests/s, ``both`` over ``selection``, by kind of picture."""
 
 
 def _draw(kind: str, seed: int, scale: float) -> Image.Image:
-    """A picture whose words are as large, in cells, as at its full size."""
+    """Draw a picture whose words cover as many cells as at its full size."""
     random = Random(seed)
     (width, height) = (int(scale * side) for side in _SIZES[kind])
     if kind == "photo":
@@ -52,7 +52,7 @@ def _draw(kind: str, seed: int, scale: float) -> Image.Image:
     size = 30
     margin = int(scale * 196)
     columns = [(margin, width - margin)]
-    if kind == "screenshot":  # a title, a list at the left, a text and a photo
+    if kind == "screenshot":  # a title, a list on the left, a text and a photo
         size = 14
         margin = height // 18
         columns = [(8, width // 6), (width // 5, width * 2 // 3)]
@@ -64,7 +64,7 @@ def _draw(kind: str, seed: int, scale: float) -> Image.Image:
     for start, end in columns:
         y = margin
         while y < height - margin - size:
-            last = random.random() < 0.25  # of a paragraph
+            last = random.random() < 0.25  # line of a paragraph
             length = (
                 (end - start)
                 / (0.52 * size)
@@ -94,7 +94,7 @@ OPTIONS = turns.OPTIONS | {
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print rows of ``docs/data``."""
+    """Measure, and print rows of ``docs/data``."""
     from transformers import AutoImageProcessor
 
     folder = build_model(options.out)

@@ -1,7 +1,8 @@
 """`python -m benchmarks.cost clips`: what pruning a clip saves, beside stock vLLM and EVS.
 
-Qwen3-VL-8B and frames of 640 x 360 are scaled alike; every request brings a new clip. EVS is the
-state `evs`, which keeps what `--video-pruning-rate` keeps: with that, stock vLLM ends on a CPU.
+Qwen3-VL-8B and frames of 640 x 360 are scaled alike; every request has a new clip. EVS is measured
+as the state `evs`, which keeps the same tokens as `--video-pruning-rate`, because stock vLLM ends
+with that flag on a CPU.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def _draw(seed: int) -> Sequence[Mapping[str, object]]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print rows of ``docs/data``."""
+    """Measure, and print rows of ``docs/data``."""
     folder = build_model(options.out)
     flags = f"{SERVED} --autoprune-state vcast --autoprune-requests states".split()
     arms = {"stock": as_fields({"enabled": False})}

@@ -1,7 +1,7 @@
 """`python -m benchmarks.cost efficiency`: full model, base policies and AutoPrune, as a table.
 
-Every arm has its own server and the same requests, one at a time. All language layers cost the
-same, so that the times of a deeper model are linear in their number.
+Every arm has its own server and gets the same requests, one at a time. All language layers cost the
+same, so the times of a deeper model grow linearly with its number of layers.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _FLAGS = (
 _WARM_UP = 2
 _ANSWER_TOKENS = 16
 _SHAPES = {"llava-1.5-7b": 336, "llava-next-7b": 672, "qwen2.5-vl-7b": 1008}
-"""True shapes: side of the image that gives the published number of tokens."""
+"""Side of the image, in pixels, that gives the published number of tokens, for each true shape."""
 _NOTES = (
     *ASSUMPTIONS,
     "TFLOPs and KV (what a prompt needs of the cache) are computed for the published depth. Times "
@@ -86,7 +86,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class _Model:
-    """What is served: its folder, its shape at the depth that is served, flags of its server."""
+    """A served model: its folder, its shape at the served depth, and flags of its server."""
 
     name: str
     folder: Path
@@ -105,7 +105,7 @@ class _Model:
 
     @classmethod
     def open(cls, name: str, layers: int, out: Path) -> _Model:
-        """The model of that name; the folder of a shape is written below ``out``."""
+        """Open the model ``name``; ``out`` gets the folder of a model that is written for it."""
         if name == _MINI:
             return cls(_MINI, LLAVA, find_backbone(str(LLAVA)), "--max-model-len 1024")
         folder = write_shape(name, out / f"{name}-{layers}-layers", layers)
@@ -113,7 +113,7 @@ class _Model:
         return cls(name, folder, replace(BACKBONE_SHAPES[name], layers=layers), flags)
 
     def draw_requests(self, count: int) -> list[bytes]:
-        """A question about each of several images; mini-LLaVA gets some that it knows."""
+        """A question about each of several images; mini-LLaVA gets examples of its test split."""
         if self.name == _MINI:
             by_image = {e.image_id: e for e in reversed(draw_examples("test", count))}
             pairs = [(by_image[i].png_url, by_image[i].question) for i in range(count)]
@@ -126,7 +126,7 @@ class _Model:
                 )
                 for number in range(count)
             ]
-        # A special first token would have no text to be timed.
+        # A special first token would have no text, so its time could not be measured.
         fields = {"ignore_eos": True, "skip_special_tokens": False}
         return [
             build_body(
@@ -139,9 +139,10 @@ class _Model:
         ]
 
     def compute_cost(self, arm: str, budget: int, visual_tokens: float | None) -> Cost:
-        """By formula, from the kept tokens that the plugin reports, at the published depth.
+        """Cost by formula at the published depth, from the kept tokens that the plugin reports.
 
-        A base policy that ranks by layers of the language model pays for these over all tokens.
+        The cost of a base policy that ranks by layers of the language model includes these layers
+        over all tokens.
         """
         shape = self.published
         policy = BASE_POLICIES.get(arm)
@@ -187,20 +188,20 @@ class _Model:
 
 
 class _Measurement(FrozenModel):
-    """What was measured of one arm: seconds and counts."""
+    """Measured seconds and counts of one arm."""
 
     ttft: tuple[float, ...]
-    """At the client: HTTP, image processor and vision tower included."""
+    """Time to first token at the client, with HTTP, image processor and vision tower."""
     prefill: float
-    """In the engine, mean: vLLM's own ``request_prefill_time_seconds``, vision tower included."""
+    """Mean time in the engine: vLLM's ``request_prefill_time_seconds``, vision tower included."""
     decode: float
-    """Per token after the first, of vLLM's ``request_decode_time_seconds``."""
+    """Mean time per token after the first, from vLLM's ``request_decode_time_seconds``."""
     visual_tokens: float | None
-    """Kept tokens of an image, as the plugin counts them; None without the plugin."""
+    """Kept tokens of an image by the plugin's count; None without the plugin."""
 
     @classmethod
     def of(cls, server: Server, requests: Sequence[bytes]) -> _Measurement:
-        """Send all requests to a server, one at a time, after the warm-up."""
+        """Warm up a server, then send it all requests, one at a time."""
         client = Client(server.url, timeout=900)
         client.send_all(requests[:_WARM_UP])
         warm = Metrics(server.get("/metrics"))
@@ -248,19 +249,19 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve every arm, and print and write the table; 0: every arm was served; 1: one was not."""
+    """Serve every arm, print and write the table; returns 0 if every arm was served, else 1."""
     model = _Model.open(options.model, options.layers, options.out)
     budget = options.budget or model.shape.tokens // 9
     pruning = ["--autoprune-budget", str(budget)]
     if model.shape.relevance == "clip":
-        # For shapes, one with random weights is written once.
+        # A model with a true shape gets a CLIP with random weights, which is written once.
         tower = CLIP if model.name == _MINI else write_clip(options.out / "clip")
         pruning += ["--autoprune-text-tower", str(tower)]
     states: dict[str, str | None] = {_FULL: None}
     states |= {name: name for name in options.policies.split(",") if name}
     states["AutoPrune"] = "autoprune"
     for policy in filter(None, states.values()):
-        load_state(policy)  # a wrong name is refused before any server starts
+        load_state(policy)  # refuses a wrong name before any server starts
     requests = model.draw_requests(_WARM_UP + options.requests)
     layers = model.shape.layers
     label = model.name + (
@@ -279,7 +280,7 @@ def run(options: argparse.Namespace) -> int:
                 arms[name] = arm = _Measurement.of(server, requests)
             log_progress(f"{name}: prefill {arm.prefill:.3f} s")
         except ServerDied as error:
-            if name == _FULL:  # which the others are compared with
+            if name == _FULL:  # every other arm is compared with it
                 raise
             arms[name] = error.problems[0].what[:300]
             log_progress(f"{name}: {error}")

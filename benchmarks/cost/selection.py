@@ -1,8 +1,8 @@
 """`python -m benchmarks.cost selection`: time of CDPruner's selection against its published code.
 
-Random images stand for a server's: clustered like a picture, so that the kernel does not have full
-rank. Both run in turn, every second round in reverse order. Nothing here needs vLLM; ``--gpu``
-needs Triton.
+Images are random but clustered like a picture, so that the kernel does not have full rank. Both
+codes run in turn, and swap their order every second round. Nothing here needs vLLM; ``--gpu`` needs
+Triton.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 _WIDTH = 4096
 _CLIP_WIDTH = 768
 _CLUSTERS = 48
-"""D of LLaVA-1.5-7B, width of CLIP's joint space, clusters in an image."""
+"""D of LLaVA-1.5-7B, width of CLIP's joint space, and clusters in an image."""
 _PROMISES = {
     "cpu": ("selection never slower than the published loop", 1.0),
     "cuda": ("selection at least five times as fast as the published loop", 0.2),
 }
-"""What is promised on each device, and the largest ratio to the published loop."""
+"""The promise on each device, and its maximum ratio to the published loop's time."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class _Size:
 
     @property
     def tokens(self) -> int:
-        """N, over all tiles."""
+        """N, the tokens of all tiles."""
         return self.per_tile * self.tiles
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class _Size:
     def draw_tokens(
         self, device: str = "cpu", dtype: torch.dtype = torch.bfloat16
     ) -> VisualTokens:
-        """Random images with what CDPruner reads: features in the server's dtype, and relevance."""
+        """Draw random images with CDPruner's inputs: features in the server's dtype, relevance."""
         source = torch.Generator().manual_seed(0)
         batch = self.batch
         tokens = self.tokens
@@ -95,14 +95,14 @@ _SIZES = [
     for tokens in counts
     for batch in (1, 2, 4, 8)
 ]
-"""N from 64 to 2880, one tile and five, 1 to 8 images; one token in nine is kept."""
+"""N from 64 to 2880, one or five tiles, 1 to 8 images; one token in nine is kept."""
 
 
 def _select_as_published(tokens: VisualTokens, budget: int) -> Tensor:
-    """Picks of CDPruner's published code ``(B, K)``, within tiles, ascending.
+    """Picks ``(B, K)`` of CDPruner's published code, which selects within tiles; ascending.
 
-    The kernel of a tile is L = diag(r) S diag(r) in float32: relevance r is scaled over all tiles
-    of an image, similarity S is within a tile. The published code takes one image at a time; here
+    The kernel of a tile is L = diag(r) S diag(r) in float32. Relevance r is scaled over all tiles
+    of an image; similarity S is within a tile. The published code takes one image at a time; here
     one loop handles all images of a batch, which favours the baseline.
     """
     grid = tokens.grid
@@ -138,7 +138,7 @@ def _select_as_published(tokens: VisualTokens, budget: int) -> Tensor:
 
 
 class _Measurement(NamedTuple):
-    """Seconds of each round at one size, and the share of picks that both make."""
+    """Seconds of every round at one size, and the share of equal picks."""
 
     size: _Size
     published: Sequence[float]
@@ -147,20 +147,20 @@ class _Measurement(NamedTuple):
 
     @property
     def ratio(self) -> Estimate:
-        """Ours over the published code's."""
+        """Ratio of our time to that of the published code."""
         return Estimate.ratio_of_medians(self.ours, self.published)
 
     @classmethod
     def of(cls, size: _Size, device: str) -> _Measurement:
-        """Measure CDPruner from features to indices; every second round is in reverse order."""
+        """Time CDPruner from features to indices; the order swaps every second round."""
         tokens = size.draw_tokens(device)
         base = BASE_POLICIES["cdpruner"]
         works: tuple[Callable[[], Tensor], ...] = (
             lambda: _select_as_published(tokens, size.kept),
-            # Of a copy nothing is computed yet.
+            # A copy has no cached results of earlier rounds.
             lambda: base.select(base.default_params, replace(tokens), size.kept).picks,
         )
-        # About ten seconds a size, but never fewer than five rounds.
+        # These rounds take about ten seconds a size; at least five are needed.
         rounds = max(
             5, min(31, int(8e7 / (size.batch * size.tiles * size.per_tile**2)))
         )
@@ -181,13 +181,13 @@ class _Measurement(NamedTuple):
 
 
 def _synchronize(device: str) -> None:
-    """Wait for kernels that are queued on a GPU, so that their time is measured."""
+    """Wait for the queued kernels of a GPU, so that their time is measured."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def _format_table(device: str, measurements: Sequence[_Measurement]) -> str:
-    """The promise on the published loop, which the worst size decides, and the table."""
+    """The table, and the verdict on the promise, which the worst size decides."""
     promise, bound = _PROMISES[device]
     ratios = {measurement.size: measurement.ratio for measurement in measurements}
     verdicts = [ratio.at_most(bound) for ratio in ratios.values()]
@@ -230,9 +230,9 @@ OPTIONS = {"--gpu": {"action": "store_true", "help": "measure on a CUDA device"}
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit status: 0 once everything is measured, whatever the verdicts.
+    """Measure and print; returns 0 whatever the verdicts are.
 
-    Raises :class:`BenchmarkError` where ``--gpu`` finds no GPU, or none that Triton compiles for.
+    Raises :class:`BenchmarkError` if ``--gpu`` finds no GPU, or none that Triton compiles for.
     """
     device = "cpu"
     name = ""

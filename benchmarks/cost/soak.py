@@ -1,9 +1,9 @@
 """`python -m benchmarks.cost soak`: a pruned server under mixed load, judged by counts and memory.
 
-All of it is on: two API servers, adapters, states by request, cores, recall, and clients that hang
-up. Every request has the counts by which the server's metrics should grow. Half of the pictures are
-new and half are of a few that are repeated; every cache of the server is small, so that it is full,
-hit and evicts before the warm-up is over: growth of memory after that is a leak.
+Everything is switched on: two API servers, adapters, states by request, cores, recall, and clients
+that hang up. For every request it is known by how much the server's counters should grow. Half of
+the pictures are new, the others repeat a few. Every cache of the server is so small that it is
+full, hit and evicted from before the warm-up ends: memory that grows later is a leak.
 """
 
 from __future__ import annotations
@@ -49,35 +49,35 @@ _STATE = "autoprune"
 _BUDGET = 32
 _RECALL = 4
 _BLOCK = 32
-"""Of the server; tokens of a KV block."""
+"""Tokens of a KV block of the server."""
 _TOKENS = count_visual_tokens(LLAVA)
 _KV_BYTES = count_kv_bytes(LLAVA)
-"""N of an image, and bytes of a token in the KV cache."""
+"""N of an image, and bytes of one token in the KV cache."""
 _API_SERVERS = 2
 _START_TIMEOUT = 1200.0
-"""The seconds are those that the server may take to start on a busy machine."""
+"""Seconds in which the server must start, even on a busy machine."""
 _SMALL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
-"""oneDNN keeps 1,024 compiled operations, one for every shape: about a gigabyte, which takes
-thousands of requests to fill."""
+"""oneDNN keeps 1,024 compiled operations, one for every shape. They take about a gigabyte, and
+thousands of requests until the cache is full."""
 _HANGING_UP = 1 / 16
 """Share of requests whose client hangs up after the first piece of a long answer."""
 _LONG_ANSWER = 160
 _SHORT_ANSWER = 4
-"""Tokens of an answer that a client hangs up on, and of any other."""
+"""Tokens of an answer that a client hangs up on, and of any other answer."""
 _SAMPLES = 200
 _PARTS = 5
-"""Memory samples over the whole run, at most one a second; equal parts of the time, of which the
-first is the warm-up."""
+"""Maximum number of memory samples of the run, at most one a second, and the number of equal parts
+into which they are split; the first part is the warm-up."""
 _ALLOWED = 0.02
 _SLACK = 4 << 20
-"""Growth from the median of the second part to that of the last that is tolerated: a share, or
-bytes."""
+"""Tolerated growth of memory from the median of the second part to that of the last: the larger of
+a share and a number of bytes."""
 
 _KINDS = {"plain": 20, "policy": 35, "off": 10, "split": 15, "recall": 15, "bad": 5}
 """Kinds of requests with their weights."""
 _BUDGETS = (1, 4, 8, 16, 31, 64, 143, 144, 4096)
 _SPLIT_BUDGETS = (16, 32, 48, 64, 96, 143, 4096)
-# None that reads the language model's layers: those are refused where adapters change them.
+# No state reads layers of the language model: such states are refused where adapters change layers.
 _STATES = ("visionzip", "prumerge_plus", "divprune", "trim", "cdpruner", "cen_cdpruner")
 _SPLIT_STATES = ("shared-core", "minillava-split")
 _RECALLS = (_RECALL, 0, 1, 8, 24, 4096)
@@ -95,15 +95,15 @@ _QUESTIONS = (
 )
 
 _SHORT_ANSWERS = "vllm:request_generation_tokens_bucket 5.0"
-"""Requests that ended after five tokens at most: those whose client waited."""
+"""Number of requests that ended after at most five tokens: those whose client did not hang up."""
 _REFUSED = "autoprune_requests_refused_total"
 _BY_REQUEST = ("autoprune_requests_total", "autoprune_images_total")
-"""Counters with a sample for every state or chooser."""
+"""Counters with a sample for each state or chooser."""
 _FAILURES = ("autoprune_fallbacks_total", "autoprune_selection_errors_total")
 
 
 class _Request(NamedTuple):
-    """The body of a request, and the increments of the server's counters that it causes."""
+    """Body of a request, and by how much it increases each of the server's counters."""
 
     kind: str
     body: bytes
@@ -111,10 +111,10 @@ class _Request(NamedTuple):
 
     @classmethod
     def draw(cls, random: Random, start: int, *, hang_up: bool = False) -> _Request:
-        """A request of a random kind, to the model or one of its adapters.
+        """Draw a request of a random kind, to the model or one of its adapters.
 
-        ``start`` tokens of a prompt stand before its image. ``hang_up``: a valid request for a long
-        answer, which is streamed.
+        ``start`` is the number of prompt tokens before the image. With ``hang_up`` the request is
+        valid and asks for a long, streamed answer.
         """
         kinds = {
             kind: weight
@@ -153,13 +153,13 @@ class _Request(NamedTuple):
         if kind == "bad":
             return cls(kind, body, {_REFUSED: 1})
 
-        # By what the counters grow.
+        # Expected increments of the counters.
         state = pruning.get("state", _STATE)
         budget = min(pruning.get("budget", _BUDGET), _TOKENS)
         if kind == "off":
             state = "off"
             budget = _TOKENS
-        # Later turns recall what was not kept.
+        # Each later turn recalls tokens that were dropped.
         recalled = min(turns * pruning.get("recall", _RECALL), _TOKENS - budget)
         core = load_state(state).core if kind == "split" else None
         wanted = core.tokens(budget) if core and budget < _TOKENS else 0
@@ -168,7 +168,7 @@ class _Request(NamedTuple):
             "autoprune_images_total state": 1,
             "autoprune_visual_tokens_total before": _TOKENS,
             "autoprune_visual_tokens_total after": budget + recalled,
-            # Up to the edge of a KV block, as the prompt has them.
+            # A core ends at a boundary of a KV block, counted from the start of the prompt.
             "autoprune_core_tokens_total": wanted
             and align_core(start, budget, wanted, _BLOCK),
             "autoprune_recalled_tokens_total": recalled,
@@ -185,13 +185,13 @@ def _draw_repeated_pictures() -> Sequence[tuple[Image.Image, str]]:
 
 @dataclass
 class _Tally:
-    """Outcomes and faults as the client saw them, and what the server should have counted.
+    """Outcomes and faults that the client saw, and the counts that the server should have.
 
-    ``counts`` are by the names of the server's counters.
+    ``counts`` are by name of the server's counter.
     """
 
     outcomes: Counter[str] = field(default_factory=Counter)
-    """Requests that were answered, refused as expected, hung up on, or failed."""
+    """Number of requests that were answered, refused as expected, hung up on, or failed."""
     counts: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -199,7 +199,7 @@ class _Tally:
     def send(
         self, client: httpx.Client, request: _Request, *, hang_up: bool = False
     ) -> None:
-        """Send a request and count its answer; ``hang_up``: once it has begun."""
+        """Send a request and count its outcome; ``hang_up`` closes it once its answer begins."""
         status = 0
         error = ""
         refused = _REFUSED in request.counts
@@ -225,9 +225,9 @@ class _Tally:
             time.sleep(1.0)  # no server: do not retry in a busy loop
 
     def compare(self, gained: Counter[str]) -> list[str]:
-        """Every counter of the server that differs; what it alone counts must be 0.
+        """Counters whose growth differs from the expected; unexpected counters must stay 0.
 
-        The counter of fallbacks has no sample for ``none``, which is no failure.
+        The counter of fallbacks has no sample for ``none``, because this is not a failure.
         """
         names = {name for name in gained if name.startswith((*_BY_REQUEST, *_FAILURES))}
         return [
@@ -239,9 +239,9 @@ class _Tally:
     def format_report(
         self, minutes: float, different: Sequence[str], samples: Sequence[_Sample]
     ) -> tuple[str, bool]:
-        """A few lines of text, and whether the soak is passed.
+        """The report as text, and whether the soak has passed.
 
-        Samples of the memory are evenly spaced in time.
+        ``samples`` of the memory are evenly spaced in time.
         """
         outcomes = self.outcomes
         sent = outcomes.total()
@@ -281,21 +281,21 @@ class _Tally:
 
 
 _Sample = Mapping[str, int]
-"""Resident bytes by process."""
+"""Resident bytes of each process."""
 
 
 def _keep_busy(
     url: str, pid: int, start: int, users: int, seconds: float
 ) -> tuple[_Tally, list[_Sample]]:
-    """Keep so many users busy for so long; returns their tally, and samples of a server's memory.
+    """Keep ``users`` busy for ``seconds``; returns their tally, and memory samples of the server.
 
-    Every user sends the next request as soon as it has an answer, or has hung up. Waits for
-    requests in flight at the end, so that both sides count them.
+    A user sends the next request as soon as the last one is answered or hung up on. At the end it
+    waits for requests in flight, so that both sides count them.
     """
     tally = _Tally()
     samples = [_read_resident(pid)]
     end = time.monotonic() + seconds
-    # A new connection for each request, so that every API server gets some.
+    # Each request has a new connection, so that every API server gets some.
     headers = {"Content-Type": "application/json", "Connection": "close"}
     client = make_client(
         httpx.Client, url, Connection(), base_url=url, headers=headers, timeout=300.0
@@ -321,7 +321,7 @@ def _keep_busy(
 
 
 def _read_counters(exposition: str) -> Counter[str]:
-    """Counters of one ``/metrics`` answer by name and labels, summed over engines and reasons."""
+    """Counters of a ``/metrics`` answer by name and labels, summed over engines and reasons."""
     counters: Counter[str] = Counter()
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples:
@@ -335,10 +335,10 @@ def _read_counters(exposition: str) -> Counter[str]:
 
 
 def _read_resident(pid: int) -> _Sample:
-    """Resident bytes of a process and all its descendants, by process id and name.
+    """Resident bytes of a process and of all its descendants, by process id and name.
 
-    Pages of files and those shared with other processes are left out: the kernel takes pages of
-    files back when memory is scarce.
+    Shared pages and pages of files are left out, because the kernel takes pages of files back when
+    memory is scarce.
     """
     resident: dict[str, int] = {}
     processes: list[psutil.Process] = []
@@ -367,12 +367,12 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve, send requests, compare: 0 where every promise holds, else 1."""
+    """Serve, send requests, compare; returns 0 if every promise holds, else 1."""
     options.out.mkdir(parents=True, exist_ok=True)
-    # A server may not yet know which clients have hung up.
+    # The server may not yet have noticed clients that hung up.
     at_once = 2 * options.users
     seconds = 60 * options.minutes
-    # 16 blocks for each request that runs, the most that one needs.
+    # 16 blocks for each running request, which is the most that one needs.
     flags = (
         f"--enforce-eager --max-model-len 1024 --block-size {_BLOCK} "
         f"--num-gpu-blocks-override {16 * at_once} --max-num-seqs {at_once} "
@@ -389,7 +389,7 @@ def run(options: argparse.Namespace) -> int:
             LLAVA, *flags, env=_SMALL_CACHES, log=log, patience=_START_TIMEOUT
         ) as server:
             server.await_api_servers(_API_SERVERS, _START_TIMEOUT)
-            # Tokens of a prompt in front of its image.
+            # Number of prompt tokens before the image.
             content = build_content("?", [_draw_repeated_pictures()[0][1]])
             question = {
                 "model": server.model,

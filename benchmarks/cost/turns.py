@@ -1,6 +1,6 @@
 """Arms that take turns on servers of one machine, as rows of ``docs/data``.
 
-Every request brings something new to see; ratios are of paired turns.
+Every request has a new picture or clip; ratios are those of paired turns.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ SERVED = (
     "--max-num-batched-tokens 4096 --mm-processor-cache-gb 0.5"
 )
 USERS = (1, 8)
-"""Requests at once; of one there are three times as many turns."""
+"""Numbers of concurrent requests; a single one gets three times as many turns."""
 
-_SEEDS = count(1000)  # of one process, so that no server sees anything twice
-# a word
+_SEEDS = count(1000)  # shared by all turns, so that no server sees anything twice
 _TOKENS = 4
+# The only allowed token is a word: special tokens would have no text.
 _FIELDS = {"ignore_eos": True, "allowed_token_ids": [4]}
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -47,24 +47,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "turns at 8 users; three times as many at 1",
     },
 }
-"""Of every command whose arms take turns."""
+"""Options of all commands whose arms take turns."""
 
 Arm = tuple[Server, Mapping[str, object]]
-"""A server, and its arm's fields of a request."""
+"""The server of an arm, and the fields that the arm adds to a request."""
 
 
 def build_model(folder: Path) -> Path:
-    """A folder of Qwen3-VL-8B, scaled, with random weights."""
+    """Write a folder of a scaled Qwen3-VL-8B with random weights."""
     return build("qwen3_vl", folder / "model", read_shape("scaled-qwen3-vl"))
 
 
 def as_fields(entry: Mapping[str, object]) -> Mapping[str, object]:
-    """Fields of a request with the plugin's settings."""
+    """Request fields that carry ``entry``, settings of the plugin."""
     return {"mm_processor_kwargs": {"autoprune": entry}}
 
 
 class Table:
-    """Rows of one command on the standard output."""
+    """Rows of one command, printed as they are added."""
 
     def __init__(self) -> None:
         self._writer = csv.writer(sys.stdout, lineterminator="\n")
@@ -91,13 +91,13 @@ _ByArm = defaultdict[str, list[float]]
 
 @dataclass
 class Turns:
-    """Seconds a request of each arm in each turn: wall time, TTFT, and processor time."""
+    """Wall time and processor time per request of each turn, and TTFT of each request, by arm."""
 
     setting: str
     seconds: _ByArm = field(default_factory=partial(defaultdict, list))
     ttft: _ByArm = field(default_factory=partial(defaultdict, list))
     work: _ByArm = field(default_factory=partial(defaultdict, list))
-    """Processor time of all processes of a server."""
+    """Processor seconds of all processes of the server."""
 
     def take(
         self,
@@ -106,9 +106,9 @@ class Turns:
         rounds: int,
         draw: Callable[[int], Sequence[Mapping[str, object]]],
     ) -> None:
-        """Send ``users`` requests at once to one arm after the other, after a turn that warms up.
+        """Send ``users`` requests at once to each arm in turn, after a turn that only warms up.
 
-        ``draw`` gives a message's content of a seed. Raises :class:`BenchmarkError` where a
+        ``draw`` returns the content of a message from a seed. Raises :class:`BenchmarkError` if a
         request fails.
         """
         for turn in range(-1, rounds * (3 if users == 1 else 1)):
@@ -138,9 +138,10 @@ class Turns:
     def write(
         self, table: Table, compared: Mapping[tuple[str, str], float | None]
     ) -> None:
-        """Write every arm, and of pairs (under, over) how many times the requests/s over serves.
+        """Add rows for every arm, and for each pair (under, over) the ratio of their requests/s.
 
-        A pair may have a promised minimum of that ratio, whose inverse bounds processor time.
+        The value of a pair is the promised minimum of this ratio; its inverse is the limit of the
+        ratio of processor times.
         """
         for name, seconds in self.seconds.items():
             setting = f"{self.setting}; {name}"
@@ -165,7 +166,7 @@ class Turns:
 
 
 def _processor_seconds(server: Server) -> float:
-    """Processor time, user and system, of all processes of a server until now."""
+    """User and system time so far of all processes of a server, in seconds."""
     root = psutil.Process(server.process.pid)
     times = [part.cpu_times() for part in (root, *root.children(recursive=True))]
     return sum(float(part.user + part.system) for part in times)

@@ -1,7 +1,7 @@
 """Paired experiment: every arm gets the same requests on the same schedule, in ABBA order.
 
 An arm is a way to serve the model: stock vLLM, the base policy alone, a state, or a running server.
-Locust sends each run from processes of its own, because importing it patches sockets.
+Locust patches sockets when it is imported, so each run is sent from a process of its own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LOG = "locust.log"
 _STEPS = (0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 2.7, 3.6)
 """Rates of a sweep, as multiples of the first arm's capacity in a closed loop."""
 _PROBE = Load(users=16)
-"""The closed loop that measures the capacity, where none is asked for."""
+"""The closed loop that measures the capacity if the options name no closed loop."""
 _LOCUSTFILE = Path(__file__).resolve().parents[1] / "locustfile.py"
 
 
@@ -50,11 +50,11 @@ class Arm(FrozenModel):
 
     name: str
     url: str | None = None
-    """Of a running server; None: one is started for every pass."""
+    """Address of a running server; None if a server is started for every pass."""
     model: str = ""
     flags: tuple[str, ...] = ()
     digest: str | None = None
-    """Of the state; None for stock."""
+    """Digest of the state; None for stock vLLM."""
 
     @property
     def label(self) -> str:
@@ -63,10 +63,10 @@ class Arm(FrozenModel):
 
     @classmethod
     def choose(cls, options: PairedOptions) -> tuple[Arm, ...]:
-        """The running servers; else stock, the state's base policy alone, and the state.
+        """The servers of ``--attach``; else stock vLLM, the state's base policy, and the state.
 
-        They have the same flags otherwise. Raises :class:`BenchmarkError` for a model that
-        does not exist.
+        The arms of started servers differ only in flags of the plugin. Raises
+        :class:`BenchmarkError` for a model that does not exist.
         """
         if options.attach:
             pairs = [server.partition("=") for server in options.attach]
@@ -107,7 +107,7 @@ class Arm(FrozenModel):
         arms = [cls(name="stock", model=str(model), flags=tuple(flags))]
         base = load_state(options.state).base_policy.name
         states = (("base policy", base), ("AutoPrune", options.state))
-        # A state that is its own base policy is served once.
+        # A state that equals its own base policy makes only one arm.
         by_digest = {load_state(state).digest: (name, state) for name, state in states}
         for digest, (name, state) in by_digest.items():
             served = (*flags, "--autoprune-state", state, *pruning)
@@ -116,7 +116,7 @@ class Arm(FrozenModel):
 
     @contextlib.contextmanager
     def serve(self, log: Path, kv_cache_gb: int) -> Iterator[str]:
-        """The address of a server of this arm, for as long as the block lasts."""
+        """Serve this arm while the context is open, and yield the server's address."""
         if self.url is not None:
             yield self.url
             return
@@ -129,15 +129,15 @@ class Arm(FrozenModel):
 
 @dataclass
 class _Session:
-    """State of an experiment: its runs so far, and workloads and rates of the next ones."""
+    """Progress of an experiment: its runs so far, and the workloads and rates of the next ones."""
 
     options: PairedOptions
     arm_count: int
     runs: list[Run] = field(default_factory=list)
     rates: tuple[float, ...] = ()
-    """Of open loops; empty until they are chosen by the capacity."""
+    """Rates of the open loops; empty until they are chosen from the measured capacity."""
     folders: dict[Load, Path] = field(default_factory=dict)
-    """Prepared workloads."""
+    """Folder of the prepared workload of each load."""
 
     def __post_init__(self) -> None:
         open_loops = len(_STEPS) + 1
@@ -149,11 +149,11 @@ class _Session:
 
     @property
     def finds_rates(self) -> bool:
-        """Whether rates are chosen by the capacity, and raised until an arm is saturated."""
+        """Whether rates are chosen from the capacity and raised until an arm is saturated."""
         return self.options.rates == "find"
 
     def measure_arm(self, arm: Arm, number: int) -> None:
-        """Send every load to a server of an arm, in a pass of this number."""
+        """Send every load to a server of ``arm``; ``number`` is that of the pass."""
         options = self.options
         log = options.out / "servers" / f"{number}-{arm.label}.log"
         with arm.serve(log, options.kv_cache_gb) as url:
@@ -176,7 +176,7 @@ class _Session:
         if load not in self.folders:
             self.folders[load] = self.prepare(load)
         folder = f"runs/{number}-{arm.label}/{load.label}"
-        # Not by model_dump, which leaves out the key and the headers.
+        # model_dump would leave out the API key and the headers.
         fields: dict[str, object] = {
             name: value
             for name, value in options
@@ -194,7 +194,7 @@ class _Session:
         return run
 
     def prepare(self, load: Load) -> Path:
-        """The folder of a load's workload, whose images are those of no other load."""
+        """The folder of a load's workload; no two loads share an image."""
         options = self.options
         workload = Workload.of(options, options.served_name)
         seed = load.users or 10_000 + round(1000 * (load.rate or 0))
@@ -209,7 +209,7 @@ class _Session:
 
 
 def _choose_rates(closed: Sequence[Run]) -> tuple[float, ...]:
-    """Rates around the capacity, which is the highest throughput of a closed loop."""
+    """Rates around the capacity; this is the highest throughput of a closed loop."""
     capacity = max(run.result.summary.request_rate for run in closed)
     if not capacity:
         raise BenchmarkError.of(
@@ -221,8 +221,9 @@ def _choose_rates(closed: Sequence[Run]) -> tuple[float, ...]:
 def measure(options: PairedOptions, arms: Sequence[Arm]) -> tuple[str, int, str]:
     """Serve every arm in turn, send it every load, and write the page.
 
-    Returns the answer in a sentence, how many runs are not valid, and why the experiment ended
-    early: runs before a failure are kept. Raises :class:`BenchmarkError` where there is none.
+    Returns the answer in a sentence, the number of runs that are not valid, and why the experiment
+    ended early. If it ended early, the runs before the failure are reported. Raises
+    :class:`BenchmarkError` if there was no run before it.
     """
     if not (options.users or options.rates):
         raise BenchmarkError.of(
@@ -253,7 +254,7 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> tuple[str, int, str]
 def _describe_settings(
     options: PairedOptions, arms: Sequence[Arm], environment: Mapping[str, str]
 ) -> Section:
-    """How every arm is served, all options, and the client's environment."""
+    """The page's section on how every arm is served, all options, and the client's environment."""
     served = [
         [
             arm.name,
@@ -276,12 +277,12 @@ def _describe_settings(
 
 
 def _run(options: RunOptions) -> tuple[Result, list[Record]]:
-    """Send the workload once; the result is valid or has the reasons why not.
+    """Send the workload once; the result is valid or says why it is not.
 
-    Raises :class:`BenchmarkError` where there is no result at all.
+    Raises :class:`BenchmarkError` if the run leaves no result.
     """
     variables = {**os.environ, "PYTHONPATH": str(_LOCUSTFILE.parents[1])}
-    if options.api_key:  # no flag, which everybody sees who lists processes
+    if options.api_key:  # not as a flag, which anyone who lists processes can read
         variables["VLLM_API_KEY"] = options.api_key.get_secret_value()
     values = options.model_dump(mode="json", exclude_none=True)
     switches = [name for name in ("shared", "insecure") if values.pop(name)]
@@ -331,9 +332,9 @@ def _run(options: RunOptions) -> tuple[Result, list[Record]]:
 def _raise_priority() -> None:
     """Raise the scheduling priority of this process, so that the server does not delay its clock.
 
-    With real-time scheduling (``sched(7)``) the client gets a core as soon as it is due; it sleeps
-    most of the time, and the kernel reserves a twentieth of each second for other processes. Only
-    root on Linux may; else nothing changes.
+    With real-time scheduling (``sched(7)``) the client gets a core as soon as a request is due. It
+    sleeps most of the time, and the kernel reserves a twentieth of each second for other processes.
+    Only root on Linux may do this; otherwise nothing changes.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""Comparison of a paired experiment's arms, as one HTML file that loads nothing.
+"""HTML page that compares the arms of a paired experiment; it is one file that loads nothing else.
 
-Every figure is of all passes of one arm at one load, with the passes of a request drawn together.
-Runs that are not valid count as unknown: they are hollow in the chart, and used for no ratio.
+A figure covers all passes of an arm at a load; bootstrap draws resample all passes of a request
+together. Runs that are not valid are drawn as hollow marks, and no ratio uses them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from vllm_autoprune.statistics import Estimate
 
 REPORT = "report.html"
 _COMPARED = (("TTFT", 50), ("TTFT", 99), ("TPOT", 50), ("E2E", 50))
-"""What arms are compared by."""
+"""Latencies and percentiles by which arms are compared."""
 _TABULATED = (
     ("TTFT", 50), ("TTFT", 90), ("TTFT", 95), ("TTFT", 99), ("TTFAT", 50), ("TTFAT", 99),
     ("ITL", 50), ("ITL", 99), ("TPOT", 50), ("TPOT", 99), ("E2E", 50), ("E2E", 99),
@@ -54,7 +54,7 @@ class Run(NamedTuple):
     arm: str
     number: int
     folder: str
-    """Relative to the report."""
+    """Path of the run's folder, relative to the report."""
     result: Result
     records: Sequence[Record]
 
@@ -74,7 +74,7 @@ class Point:
 
     @cached_property
     def summary(self) -> Summary:
-        """Figures over all passes."""
+        """Figures of the measured requests of all passes."""
         return Summary.of(
             [run.records for run in self.runs], self.runs[0].result.options
         )
@@ -90,10 +90,10 @@ class Point:
 def _compare_points(
     point: Point, reference: Point, latency: str, level: int
 ) -> tuple[Estimate | None, list[float]]:
-    """Ratio of a percentile to the reference's, and that of each pass alone.
+    """Ratio of a latency percentile to that of ``reference``, and the same ratio for each pass.
 
-    Below 1: less than the reference; None where a run of either is not valid. The interval covers
-    the choice of requests, but not differences between passes.
+    A ratio below 1 means that ``point`` is faster. The ratio is None if a run of either point is
+    not valid. Its interval covers the choice of requests, but not differences between passes.
     """
     if not (point.valid and reference.valid):
         return None, []
@@ -108,7 +108,7 @@ def _compare_points(
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """The runs of all arms in order of time, the objective, and why it ended early, if it did."""
+    """The runs of all arms in order of time, the objective, and why the experiment ended early."""
 
     runs: Sequence[Run]
     slo: SendingOptions
@@ -116,7 +116,7 @@ class Experiment:
 
     @cached_property
     def points(self) -> list[Point]:
-        """Points by arm and load: closed loops before open ones, each by load."""
+        """Points by arm and load, sorted by load; closed loops come before open ones."""
         groups: dict[tuple[str, Load], list[Run]] = {}
         for run in self.runs:
             groups.setdefault((run.arm, run.result.options.load), []).append(run)
@@ -132,10 +132,11 @@ class Experiment:
 
     @cached_property
     def answer(self) -> tuple[str, Tone]:
-        """One sentence on the whole experiment: the last arm against the first.
+        """One sentence on the whole experiment, which compares the last arm with the first.
 
-        At the highest load that all arms have, if possible below saturation for all: beyond it a
-        queue grows as long as a run lasts, so that its latencies mean nothing.
+        It is about the highest load that all arms were sent and, if there is one, at which no arm
+        was saturated. Beyond saturation the queue grows for as long as a run lasts, so its
+        latencies mean nothing.
         """
         by_load = [
             list(points) for _, points in groupby(self.points, lambda point: point.load)
@@ -176,7 +177,7 @@ class Experiment:
                 sentence += ": no difference is shown"
             else:
                 tone = "good" if ratio.high < 1 else "bad"
-        # A warning opens the sentence, where a load has too few requests for its percentiles.
+        # The sentence opens with a warning if a load has too few requests for its percentiles.
         few = describe_few(
             min(p.summary.requests for p in self.points if p.valid), " at a load"
         )
@@ -201,7 +202,7 @@ class Experiment:
             yield f"{len(reasons)} {total} are not valid. The first reason: {reasons[0]}."
 
     def write(self, folder: Path, settings: Section) -> None:
-        """Write ``report.html``; ``settings``: how it was made, at the end of the page."""
+        """Write ``report.html``; ``settings``, its last section, says how it was measured."""
         sentence, tone = self.answer
         valid = sum(run.result.valid for run in self.runs)
         document = Document(
@@ -230,7 +231,7 @@ class Experiment:
         series = []
         for colour, arm in enumerate(self.arms):
             points = [point for point in self.points if point.arm == arm]
-            # In order of load: beyond saturation throughput may fall, and the line turns back.
+            # Sorted by load: beyond saturation throughput may fall, so the line may turn back.
             for kind in ("closed", "open"):
                 marks = []
                 for point in points:
@@ -260,7 +261,7 @@ class Experiment:
         return Section("Latency and throughput", [text], [chart])
 
     def build_ratios(self) -> Iterator[Section]:
-        """Every arm against the first, at every load that both have."""
+        """Tables of ratios of every arm to the first, at every load that both were sent."""
         against = self.arms[0]
         references = {
             point.load: point for point in self.points if point.arm == against
@@ -298,10 +299,10 @@ class Experiment:
             )
 
     def build_figures(self) -> Section:
-        """Counts, latencies, rates and goodput of every point; TTFAT only where a model thinks."""
+        """Table of counts, latencies, rates and goodput; it has TTFAT only if a model thinks."""
 
         def describe(figure: Estimate | None, unit: float, few: str = "") -> str:
-            """A figure and its interval, which the table puts under it."""
+            """Format a figure, and its interval for the table to show below it."""
             if figure is None:
                 return "no answer"
             return (
@@ -350,7 +351,7 @@ class Experiment:
         )
 
     def build_runs(self) -> Section:
-        """Each run with its verdict, and links to its files."""
+        """Table of the runs with their verdicts, and links to their files."""
         rows: list[Row] = [
             [
                 f"{run.number + 1}",

@@ -1,7 +1,8 @@
 """Result of one run: percentiles with bootstrap intervals, rates, goodput, and the verdict.
 
-Percentiles are nearest rank: always a measured value. Neighbouring requests share a queue, so they
-are resampled in blocks of about sqrt(n); resampled one by one, intervals would be too narrow.
+A percentile is the nearest rank, so it is always a measured value. Neighbouring requests share a
+queue, so they are resampled in blocks of about sqrt(n); if they were resampled one by one, the
+intervals would be too narrow.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ COUNTERS = {
     "prefix hits": "vllm:prefix_cache_hits_total",
     "finished": "vllm:request_success_total",
 }
-"""What a run reads of the server's ``/metrics``, to know what else made it fast or slow."""
+"""Counters of the server's ``/metrics`` that show what else made a run fast or slow."""
 
 _ENOUGH = {50: 20, 90: 50, 95: 100, 99: 200}
-"""Requests that a percentile needs to be quoted."""
+"""Number of requests from which on a percentile may be quoted, by percentile."""
 _DRAWS = 1000
 _DELAY_SHARE = 0.05
 """Limit of the client's p99 delay, as a share of the median TTFT."""
 _BUSY = 0.9
 """Share of a CPU core above which a client's time stamps are not trusted, as in locust."""
 _FOREIGN_REQUESTS = 0.01
-"""Limit of the requests of other clients of the server, as a share of our own."""
+"""Limit of the requests of other clients, as a share of the requests of this run."""
 _FAILED_SHARE = 0.01
-"""Limit of failed requests, because latencies are of the others only."""
+"""Limit of the share of failed requests, since latencies cover only the answered ones."""
 
 _LATENCIES: Mapping[str, Callable[[Record], Sequence[float]]] = {
     "TTFT": lambda record: (record.ttft,),
@@ -51,13 +52,13 @@ _LATENCIES: Mapping[str, Callable[[Record], Sequence[float]]] = {
 """The seconds that one answered request contributes to each kind of latency."""
 
 _Percentiles = Mapping[int, Estimate]
-"""By level, 50 to 99."""
+"""Estimates by percentile, 50 to 99."""
 
 
 def _resample_weights(requests: int) -> Floats:
     """Block-bootstrap weights (1 + draws, requests): how often each request occurs in a draw.
 
-    The first draw is the sample itself.
+    Row 0 is the sample itself.
     """
     rows = resample(requests, _DRAWS, block=max(1, round(requests**0.5)))
     counts = np.zeros((len(rows), requests))
@@ -70,8 +71,8 @@ def _draw_percentiles(
 ) -> Floats:
     """Weighted nearest-rank percentiles (draws, levels) of the values of all requests.
 
-    ``weights`` (draws, requests): how often each request was drawn, with all its values. NaN where
-    a draw has no value.
+    ``weights`` (draws, requests) say how often each draw has a request, with all its values. The
+    percentiles of a draw without any value are NaN.
     """
     owners = np.repeat(
         np.arange(len(by_request)), [len(values) for values in by_request]
@@ -86,7 +87,7 @@ def _draw_percentiles(
     for number, drawn in enumerate(weights):
         reached = np.cumsum(drawn[owners])
         if reached[-1]:
-            # Rounding must not push a rank that is met exactly on to the next value.
+            # Rounding must not move a rank that is met exactly to the next value.
             places = np.searchsorted(
                 reached, np.asarray(levels) / 100 * reached[-1] - 1e-9
             )
@@ -112,7 +113,8 @@ def estimate_ratio(
 ) -> Estimate | None:
     """Paired-bootstrap ratio of a percentile of two arms, over the requests that both answered.
 
-    Of each arm the records of all passes. None where either has no value.
+    ``over`` (numerator) and ``under`` have the records of all passes of an arm. The ratio is None
+    if the requests of either arm have no value.
     """
     upper, lower = (_values_by_request(passes, latency) for passes in (over, under))
     common = sorted(upper.keys() & lower.keys())
@@ -129,7 +131,7 @@ def estimate_ratio(
 def _values_by_request(
     passes: Sequence[Sequence[Record]], latency: str
 ) -> dict[int, list[float]]:
-    """Values of the measured requests that were answered, of all passes, by their index."""
+    """Values of the measured and answered requests of all passes, by index of the request."""
     by_index: dict[int, list[float]] = {}
     for record in (record for records in passes for record in records):
         if record.measured and record.ok:
@@ -138,7 +140,7 @@ def _values_by_request(
 
 
 def describe_few(requests: int, where: str = "") -> str:
-    """Warning that these are too few requests for a percentile; empty where they are enough."""
+    """Warning that ``requests`` are too few for a percentile; empty if they are enough."""
     for level, what in ((50, "a verdict"), (99, "p99")):
         if 0 < requests < _ENOUGH[level]:
             return f"{requests} requests{where} are too few for {what} ({_ENOUGH[level]} needed)"
@@ -146,42 +148,44 @@ def describe_few(requests: int, where: str = "") -> str:
 
 
 class Summary(FrozenModel):
-    """Seconds and counts over the measured requests; latencies are of answered ones."""
+    """Seconds and counts over the measured requests; latencies cover the answered ones."""
 
     requests: int
     failed: int
     answered: int
-    """Different requests that were answered, in any pass."""
+    """Number of distinct requests that were answered in any pass."""
     seconds: float
-    """From the first request that was due to the end of the last; of several passes, the mean."""
+    """Seconds from the time when the first request was due to the end of the last; of several
+    passes, the mean."""
     latencies: Mapping[str, _Percentiles]
-    """By name, of :data:`_LATENCIES`, and of the client's own ``delay``."""
+    """Percentiles by name of the latency: those of :data:`_LATENCIES`, and the client's
+    ``delay``."""
     goodput: Estimate | None
-    """Share of requests that met the objective; failed ones did not."""
+    """Share of requests that met the objective; failed requests did not."""
     offered_rate: float | None
-    """Requests a second by the schedule as it was drawn."""
+    """Requests a second in the schedule."""
     request_rate: float
     prompt_tokens: float
-    """Mean, as the server counts them."""
+    """Mean number of prompt tokens, as the server counts them."""
 
     @property
     def thinks(self) -> bool:
-        """Whether thoughts came before an answer, so that TTFAT is not TTFT."""
+        """Whether a model thinks before it answers, so that TTFAT differs from TTFT."""
         return self.latencies["TTFAT"] != self.latencies["TTFT"]
 
     def percentile(self, latency: str, level: int) -> Estimate | None:
-        """Seconds; None where nothing was answered."""
+        """Percentile of a latency in seconds; None if no request was answered."""
         return self.latencies[latency].get(level)
 
     def mark_few(self, level: int) -> str:
-        """A dagger where a percentile rests on too few requests."""
+        """A dagger if the percentile rests on too few requests, else an empty text."""
         return "" if self.answered >= _ENOUGH[level] else "†"
 
     @classmethod
     def of(cls, passes: Sequence[Sequence[Record]], slo: SendingOptions) -> Summary:
-        """The summary of the measured requests of one or several passes over the same requests.
+        """Summarize the measured requests of one or several passes over the same requests.
 
-        Rates are means over the passes; values of one request are resampled together.
+        Rates are means over the passes. Bootstrap draws resample all values of a request together.
         """
         counted = [
             sorted((r for r in records if r.measured), key=lambda r: r.index)
@@ -223,25 +227,25 @@ class Summary(FrozenModel):
 
 
 class Result(FrozenModel):
-    """One run; its records are in ``records.jsonl`` beside it."""
+    """Result of one run; its records are in ``records.jsonl`` beside it."""
 
     workload: Workload
     options: RunOptions
     summary: Summary
     counters: Mapping[str, float] | None
-    """Increase of :data:`COUNTERS`; None where the server's ``/metrics`` could not be read."""
+    """Increase of :data:`COUNTERS` during the run; None if ``/metrics`` could not be read."""
     cpu: float
     """Share of one CPU core that the client used while requests were sent."""
     lag: float
     """Seconds by which an idle greenlet of the client woke up late, p99."""
     broken: str = ""
-    """Why the run ended early; empty where it did not."""
+    """Why the run ended early; empty if it did not."""
     environment: Mapping[str, str]
-    """Of the client."""
+    """Versions and machine of the client."""
     reasons: tuple[str, ...] = ()
-    """Why the run is not valid."""
+    """Reasons why the run is not valid."""
     accepted: tuple[str, ...] = ()
-    """What would be a reason without ``--shared``."""
+    """Interference that ``--shared`` accepts; without this option it would be among the reasons."""
 
     @property
     def valid(self) -> bool:
@@ -250,7 +254,7 @@ class Result(FrozenModel):
 
     @property
     def verdict(self) -> str:
-        """In words."""
+        """The verdict in words."""
         if not self.valid:
             return f"not valid: {'; '.join(self.reasons)}"
         unread = (
@@ -271,17 +275,18 @@ class Result(FrozenModel):
 
     @classmethod
     def read(cls, folder: Path) -> tuple[Result, list[Record]]:
-        """A run and its records, by index."""
+        """Read a run and its records, sorted by index."""
         result = cls.model_validate_json((folder / RESULT).read_bytes())
         lines = (folder / RECORDS).read_text().splitlines()
         records = map(Record.model_validate_json, lines)
         return result, sorted(records, key=lambda record: record.index)
 
     def list_reasons(self, records: Sequence[Record]) -> Iterator[str]:
-        """Every reason why a run is not valid; no figure of such a run is compared."""
+        """Every reason why a run is not valid; figures of such a run are not compared."""
         workload = self.workload
         counters = self.counters or {}
-        # Requests that were not sent or recorded, failed, or were answered at another length.
+        # Requests that were not sent or not recorded, that failed, or whose answer has another
+        # length.
         if self.broken:
             yield self.broken
         if len(records) < workload.requests:
@@ -296,15 +301,15 @@ class Result(FrozenModel):
             yield f"{uncounted} answers came without usage, so their tokens cannot be counted"
         wanted = workload.output_tokens
         wrong = [length for length in lengths if length not in (None, wanted)]
-        # A shorter one would be taken for a faster one.
+        # An answer that is too short would pass for a fast one.
         if wrong and workload.dialect == "vllm":
             yield f"{len(wrong)} answers are not of {wanted} tokens (one: {wrong[0]})"
         if not self.options.shared:
             yield from self.list_interference(records)
         if self.cpu > _BUSY:
             yield f"the client was the bottleneck: it used {100 * self.cpu:.0f} % of a core"
-        # Cache hits that the declared state of the caches excludes. Requests with unique images
-        # share the tokens before them, so these may hit the prefix cache.
+        # Cache hits that the declared state of the caches rules out. Requests with unique images
+        # still share the tokens before the image, so these may hit the prefix cache.
         images = counters.get("image hits")
         prefix = counters.get("prefix hits")
         if workload.cache in ("unique", "off") and images:
@@ -314,9 +319,10 @@ class Result(FrozenModel):
             yield f"cache state is 'off', but {prefix:.0f} prompt tokens came from the prefix cache"
 
     def list_interference(self, records: Sequence[Record]) -> Iterator[str]:
-        """What other work on the client's machine or on the server did to a run."""
+        """Every sign that other work disturbed a run, on the client's machine or on the server."""
         fix = "use an idle one, or accept it with --shared"
-        # A closed loop has no schedule, so there it is the lag of the client's idle greenlets.
+        # A closed loop has no schedule; there the lag of the client's idle greenlets is judged
+        # instead.
         late, median = (
             self.summary.percentile(*key) for key in (("delay", 99), ("TTFT", 50))
         )
@@ -335,7 +341,7 @@ class Result(FrozenModel):
             yield f"the server also answered {foreign:.0f} requests of other clients; {fix}"
 
     def format(self) -> Iterator[str]:
-        """Verdict first, then figures, a line each."""
+        """Lines of the report: the verdict first, then the figures."""
         summary = self.summary
         yield f"{self.options.load.title}; {self.verdict}"
         busy = self.environment["load average"]

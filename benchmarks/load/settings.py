@@ -1,4 +1,4 @@
-"""Options of the load test, its loads and its objective; flags and help come from the fields."""
+"""Options of the load test, a load, and the objective; flags and help come from the fields."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ CACHES = {
 
 SHAPE = "shape"
 _OPEN_RAMP = 0.05
-"""Share of an open loop's requests that do not count: the first meet an emptier server."""
+"""Share of an open loop's requests that are not measured, because the first meet an emptier
+server."""
 
 
 class Load(FrozenModel):
@@ -38,23 +39,23 @@ class Load(FrozenModel):
 
     @property
     def label(self) -> str:
-        """Short, unique, fit for a file name."""
+        """Short, unique name of the load, fit for a file name."""
         return f"rate-{self.rate:g}" if self.rate is not None else f"users-{self.users}"
 
     @property
     def title(self) -> str:
-        """In words."""
+        """The load in words."""
         if self.rate is None:
             return "1 user" if self.users == 1 else f"{self.users} users"
         return "1 request/s" if self.rate == 1 else f"{self.rate:g} requests/s"
 
     def due(self, count: int) -> list[float]:
-        """Seconds from the start at which each of ``count`` requests is due; 0 in a closed loop.
+        """Seconds from the start when each of ``count`` requests is due; 0 in a closed loop.
 
-        A Poisson process. The ramp and the measured part are each scaled to exactly ``rate``, since
-        the mean of a few hundred random gaps would be several per cent off. A seed gives the same
-        pattern at every rate, only faster or slower, so that points of a sweep differ in the rate
-        alone.
+        Requests follow a Poisson process. The ramp and the measured part are each scaled to exactly
+        ``rate``, since the mean of a few hundred random gaps would be several per cent off. A seed
+        gives the same pattern at every rate, only faster or slower, so that points of a sweep
+        differ in the rate alone.
         """
         if self.rate is None:
             return [0.0] * count
@@ -66,10 +67,11 @@ class Load(FrozenModel):
         return [float(seconds) for seconds in np.cumsum(gaps) / self.rate]
 
     def select_measured(self, count: int) -> list[bool]:
-        """Which of ``count`` requests count, by their place in the schedule.
+        """Which of ``count`` requests are measured, by their index in the schedule.
 
-        The first requests meet an emptier server, and in a closed loop the last ones too, because
-        some users have already finished. Where too few would remain, all count.
+        The first requests meet an emptier server. So do the last ones of a closed loop, because
+        some users have already finished. If fewer than half would remain, all requests are
+        measured.
         """
         ramp = round(_OPEN_RAMP * count) if self.users is None else self.users
         drain = self.users or 0
@@ -79,7 +81,7 @@ class Load(FrozenModel):
 
 
 def _split_mix(value: object) -> object:
-    """Parse ``A=1,B=2`` into a mapping; a part without ``=`` gets the weight 1."""
+    """Parse ``A=1,B=2`` into a mapping; a part without ``=`` has the weight 1."""
     if not isinstance(value, str):
         return value
     parts = (part.partition("=") for part in value.split(","))
@@ -165,18 +167,19 @@ class Workload(RequestOptions):
     part: int = 0
     """Of the own data, so that loads share no picture."""
     vocabulary: Literal["english", "numbered"] = "english"
-    """numbered: the words w1, w2, ..., one token each for a model without weights."""
+    """``numbered`` are the words w1, w2, ..., each of which is one token of a model without
+    weights."""
 
     @classmethod
     def of(cls, options: RequestOptions, model: str) -> Workload:
-        """The workload of these options."""
+        """The workload with these options, for the served model ``model``."""
         return cls(
             model=model, **options.model_dump(include=set(RequestOptions.model_fields))
         )
 
 
 class SendingOptions(Connection):
-    """Options of sending, and the service-level objective: limits of a good request's latencies."""
+    """Options of sending, and the service-level objective: the latency limits of a good request."""
 
     slo_ttft: _Limit = _option(1000.0, "TTFT limit, ms; 0: none")
     slo_tpot: _Limit = _option(0.0, "TPOT limit, ms; 0: none")
@@ -188,12 +191,12 @@ class SendingOptions(Connection):
 
     @property
     def limits(self) -> dict[str, float]:
-        """The latencies that have a limit, in milliseconds."""
+        """Limits of the objective that are set, in milliseconds, by name of the latency."""
         limits = {"TTFT": self.slo_ttft, "TPOT": self.slo_tpot, "E2E": self.slo_e2e}
         return {name: limit for name, limit in limits.items() if limit}
 
     def is_good(self, record: Record) -> bool:
-        """Whether a request met every limit; one that failed met none."""
+        """Whether a request met every limit; a failed request met none."""
         if not record.ok:
             return False
         times = {"TTFT": record.ttft, "TPOT": record.tpot or 0.0, "E2E": record.e2e}
@@ -208,7 +211,7 @@ class SendingOptions(Connection):
 
 
 class RunOptions(SendingOptions):
-    """One run."""
+    """Options of one run."""
 
     workload: Path = Field(
         description="folder made by python -m benchmarks.load prepare"
@@ -217,12 +220,12 @@ class RunOptions(SendingOptions):
     rate: _Limit = _option(0.0, "requests/s of an open loop; without it, --users")
     seed: int = _option(0, "seed of the arrivals", ge=0)
     host: str
-    """The server; this option and the next are locust's own."""
+    """Address of the server; ``host`` and ``users`` are options of locust itself."""
     users: _Count | None = None
 
     @property
     def load(self) -> Load:
-        """The open loop where there is a rate, else the closed one."""
+        """The open loop if a rate is set, else the closed loop."""
         if self.rate:
             return Load(rate=self.rate, seed=self.seed)
         return Load(users=self.users or 1)
@@ -231,11 +234,11 @@ class RunOptions(SendingOptions):
 LOCUST_FIELDS = tuple(
     name for name in RunOptions.model_fields if name not in ("host", "users")
 )
-"""Options of a run that are not locust's own."""
+"""Options of a run that locust does not have itself."""
 
 
 class PairedOptions(RequestOptions, SendingOptions):
-    """Servers and loads of a paired experiment."""
+    """Options of a paired experiment: its servers and its loads."""
 
     model: str = _option(
         str(LLAVA), f"checkpoint, or {SHAPE}:LAYERS: LLaVA-1.5-7B without weights"

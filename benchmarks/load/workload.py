@@ -1,7 +1,8 @@
-"""Requests of a workload: drawn by seed, and encoded before any clock runs.
+"""Requests of a workload: drawn by seed or one's own, and encoded before the measurement starts.
 
-A folder has ``workload.json`` and ``bodies.jsonl``, one request body a line: those that are
-measured, then those of the warm-up. All servers that are compared are sent the same folder.
+A folder has ``workload.json`` and ``bodies.jsonl``. The latter has one request body a line, the
+measured requests first, then those of the warm-up. All servers of a comparison are sent the same
+folder.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ _T = TypeVar("_T")
 _WORKLOAD = "workload.json"
 _BODIES = "bodies.jsonl"
 _ASPECTS = {"4/3": 4, "3/4": 2, "1/1": 2, "16/9": 1}
-"""Width over height, with weights."""
+"""Aspect ratios, width over height, with their weights."""
 _FORMATS: Mapping[Literal["jpeg", "png"], float] = {"jpeg": 4, "png": 1}
 _LENGTHS = {8: 2, 16: 2, 32: 1}
-"""Words in a question, with weights."""
+"""Numbers of words in a question, with their weights."""
 _WORDS = (
     "what", "which", "where", "how", "many", "is", "are", "there", "does", "the", "a", "an",
     "this", "that", "on", "under", "behind", "beside", "between", "near", "left", "right",
@@ -65,7 +66,7 @@ class _Request(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A workload in memory: bodies of the requests, by their index, and of the warm-up."""
+    """A workload in memory: request bodies by index, and the bodies of the warm-up."""
 
     workload: Workload
     measured: Sequence[bytes]
@@ -74,7 +75,7 @@ class Prepared(NamedTuple):
 
     @classmethod
     def read(cls, folder: Path) -> Prepared:
-        """Read a folder; raises :class:`BenchmarkError` where its preparation has not ended."""
+        """Read a folder; raises :class:`BenchmarkError` if its preparation has not finished."""
         try:
             workload = Workload.model_validate_json((folder / _WORKLOAD).read_bytes())
             content = (folder / _BODIES).read_bytes()
@@ -92,8 +93,8 @@ class Prepared(NamedTuple):
 
 
 def prepare(workload: Workload, folder: Path) -> Prepared:
-    """Draw, or choose of one's own, and encode all requests into a folder."""
-    # Without skip_special_tokens, special tokens have no text, and their deltas would not count.
+    """Draw requests or choose one's own, encode them, and write them to a folder."""
+    # Special tokens have no text unless skip_special_tokens is false; their deltas would not count.
     fields = {"ignore_eos": True, "skip_special_tokens": False}
     encode = _encode_drawn if workload.data is None else _encode_own
     try:
@@ -108,7 +109,7 @@ def prepare(workload: Workload, folder: Path) -> Prepared:
                     fields=fields if workload.dialect == "vllm" else {},
                 )
                 file.write(body + b"\n")
-        # Written last: where it exists, the folder is complete.
+        # This file is written last: a folder that has it is complete.
         (folder / _WORKLOAD).write_text(workload.model_dump_json(indent=1) + "\n")
     except OSError as error:
         raise BenchmarkError.of(f"workload {folder}", str(error)) from error
@@ -116,7 +117,7 @@ def prepare(workload: Workload, folder: Path) -> Prepared:
 
 
 def _encode_drawn(workload: Workload) -> Iterator[Sequence[Mapping[str, object]]]:
-    """Messages of drawn requests."""
+    """Yield the messages of each drawn request."""
 
     @lru_cache(maxsize=64)
     def encode(picture: _Picture) -> str:
@@ -129,7 +130,7 @@ def _encode_drawn(workload: Workload) -> Iterator[Sequence[Mapping[str, object]]
 
 
 def _encode_own(workload: Workload) -> Iterator[Sequence[Mapping[str, object]]]:
-    """Messages of one's own questions, those of the warm-up last."""
+    """Yield the messages of each of one's own questions, those of the warm-up last."""
     assert workload.data is not None
     pool = workload.requests if workload.cache == "unique" else workload.pool
     questions = choose_questions(
@@ -142,9 +143,10 @@ def _encode_own(workload: Workload) -> Iterator[Sequence[Mapping[str, object]]]:
 
 
 def _draw_requests(workload: Workload) -> list[_Request]:
-    """Draw the measured requests, then those of the warm-up, which share no image with them."""
+    """Draw the measured requests, then those of the warm-up; the two share no image."""
     drawn = [
-        # A repeated image is asked about by the place of the request.
+        # With "same-image" the image comes from the pool, and the question from the request's
+        # index.
         _draw_request(
             workload, identity, index if workload.cache == "same-image" else identity
         )
@@ -155,7 +157,7 @@ def _draw_requests(workload: Workload) -> list[_Request]:
 
 
 def _choose_identities(workload: Workload) -> list[int]:
-    """Which request of the pool each measured one repeats, by Zipf's law; else its own number."""
+    """For each measured request, the index of the request that it repeats, by Zipf's law."""
     if workload.cache == "unique":
         return list(range(workload.requests))
     weights = np.arange(1, workload.pool + 1, dtype=np.float64) ** -workload.zipf
@@ -166,7 +168,7 @@ def _choose_identities(workload: Workload) -> list[int]:
 
 
 def _draw_request(workload: Workload, identity: int, question_number: int) -> _Request:
-    """Draw a request: pictures by ``identity``, the question by ``question_number``."""
+    """Draw a request: its pictures by ``identity``, its question by ``question_number``."""
     generator = _generator(workload, 1, identity)
     drawn = []
     for number in range(_draw_from(workload.images, generator)):
@@ -177,7 +179,7 @@ def _draw_request(workload: Workload, identity: int, question_number: int) -> _R
         kind = _draw_from(_FORMATS, generator)
         seed = int(_generator(workload, 2, 1000 * identity + number).integers(2**31))
         drawn.append(_Picture(seed, width, height, kind))
-    # Words, and the number, so that no two questions are equal.
+    # The question's number is added to its words, so that no two questions are equal.
     generator = _generator(workload, 3, question_number)
     count = _draw_from(_LENGTHS, generator)
     if workload.vocabulary == "numbered":
@@ -200,5 +202,5 @@ def _draw_from(mix: Mapping[_T, float], generator: np.random.Generator) -> _T:
 
 
 def _generator(workload: Workload, stream: int, number: int) -> np.random.Generator:
-    """Random numbers of one request in one of the streams of a workload, which share none."""
+    """Random generator of request ``number``; streams of a workload share no numbers."""
     return np.random.default_rng([workload.seed, stream, number])

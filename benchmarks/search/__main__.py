@@ -97,7 +97,7 @@ def run_study(options: argparse.Namespace) -> None:
             url,
             model,
             reply_tokens=common.reply_tokens * length,
-            # The rounds of all concurrent searches are asked for at once.
+            # The rounds of all concurrent searches may be in flight at once.
             max_in_flight=common.per_round * options.at_once,
         )
         connect = partial(EndpointProposer, endpoint)
@@ -227,7 +227,7 @@ _COMMANDS: Mapping[
     ),
     "replay": (replay_proposed, []),
 }
-"""What runs a command, whose help is its docstring, and what adds its arguments."""
+"""Function that runs each command, whose docstring is the command's help, and its arguments."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

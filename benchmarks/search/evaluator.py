@@ -1,8 +1,8 @@
 """Evaluator on a yardstick in this process, for comparisons that need thousands of evaluations.
 
 Vision features of every image are computed once, so a candidate costs a selection and one forward
-pass of the language model over K tokens and the question. The splits use disjoint seeds, which
-training does not use; they are also a data folder of `vllm-autoprune search`.
+pass of the language model over K tokens and the question. The splits are drawn with disjoint seeds
+that training does not use. `vllm-autoprune search` can read them too, as a data folder.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 _PROBE_IMAGES = 16
 _QUESTIONS_PER_BATCH = 32
-"""Questions that one forward pass scores where a batch may hold several images."""
+"""Number of questions that one forward pass scores if a batch may hold several images."""
 
 
 class YardstickEvaluator:
     """Evaluator of one yardstick on a number of images of each split, shared by many searches.
 
-    A job is measured once, as searches meet the same candidates. K of a job is that of an image of
-    the yardstick's usual number of tokens; one of another size keeps the same share.
+    A job is measured once and its answers are kept, because searches meet the same candidates. K of
+    a job is meant for an image of the yardstick's usual size; an image of another size keeps the
+    same share of its tokens.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class YardstickEvaluator:
     ) -> None:
         """``each`` is the maximum number of questions about one image.
 
-        Search questions that are more than a ``block`` are in stratified order.
+        If the search split has more than ``block`` questions, they are put in stratified order.
         """
         self._yardstick = yardstick
         self._batches: dict[Split, list[list[SceneQuestion]]] = {}
@@ -96,7 +97,7 @@ class YardstickEvaluator:
         return probes
 
     async def evaluate(self, job: EvaluationJob) -> Answers:
-        """The answers to a job, computed in whole batches of images."""
+        """Answers to the questions of a job; they are computed in whole batches of images."""
         if job in self._answers:
             return self._answers[job]
         case = Case("full", ALL_TOKENS)
@@ -133,7 +134,7 @@ class YardstickEvaluator:
 def _sample_questions(
     questions: Sequence[SceneQuestion], each: int | None
 ) -> Sequence[SceneQuestion]:
-    """At most ``each`` questions about every image, a random sample that keeps pairs together.
+    """A random sample of at most ``each`` questions about every image, which keeps pairs together.
 
     Scores of questions about one image are correlated, so few questions about many images give a
     more precise estimate than many about few.
@@ -144,7 +145,7 @@ def _sample_questions(
     for scene, about in groupby(
         enumerate(questions), key=lambda item: item[1].image_id
     ):
-        # A question that has no pair is a group of its own.
+        # A question without a pair forms a group of its own.
         by_pair = groupby(
             about,
             key=lambda item: (
@@ -170,9 +171,9 @@ def write_data(
     clean: bool = False,
     brief_frames: int | None = None,
 ) -> None:
-    """Write a data folder of a yardstick: the splits of :func:`draw_examples`, and images.
+    """Write a data folder of a yardstick: the splits of :func:`draw_examples`, and their images.
 
-    A video is a folder of frames.
+    A clip is written as a folder of frames.
     """
     (folder / "images").mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
@@ -197,7 +198,7 @@ def write_data(
 
 
 def _as_example(split: Split, question: SceneQuestion) -> Example:
-    """A scene question as an example of the search."""
+    """A scene question as an example of a data folder of the search."""
     suffix = "" if question.is_clip else ".png"
     return Example(
         image=f"images/{split}-{question.image_id}{suffix}",

@@ -1,8 +1,8 @@
 """Results of a comparison of search strategies, and their tables.
 
 A folder has a line for every search that has ended, and what was measured of its winner on new
-questions. A ledger takes hundreds of kilobytes, a result two: those of published tables are in the
-repository.
+questions. A ledger takes hundreds of kilobytes and a result two, so the repository has only the
+results of published tables.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from vllm_autoprune.report import Table
 from vllm_autoprune.statistics import correlate_ranks
 
 BASE = "base policy"
-"""Name of the base policy alone among what was confirmed."""
+"""Name under which the base policy alone is confirmed."""
 _CURVE_SHARES = (0.1, 0.2, 0.4, 1.0)
-"""Shares of all answers after which the best objective on the search split is kept."""
+"""Shares of the search's answers after which its best objective so far is reported."""
 
 
 class _Winner(FrozenModel):
@@ -41,7 +41,7 @@ class _Winner(FrozenModel):
 
 
 class _Leader(FrozenModel):
-    """One of the best candidates of a search, by its estimate."""
+    """One of the best candidates of a search, ranked by estimated objective."""
 
     name: str
     digest: str
@@ -50,7 +50,7 @@ class _Leader(FrozenModel):
 
 
 class SearchResult(FrozenModel):
-    """One search that has ended; without a winner where it gave up before anything was measured."""
+    """One search that has ended; it has no winner if it gave up before it measured a candidate."""
 
     name: str
     settings: Settings
@@ -73,7 +73,7 @@ class SearchResult(FrozenModel):
     def read(
         cls, name: str, path: Path, history: History, leaders: int
     ) -> SearchResult:
-        """The result of a search whose ledger is complete, with so many of its best or more."""
+        """The result of a search with a complete ledger, and at least ``leaders`` leaders."""
         report = read_report(read_ledger(path))
         answers = report.answers
         winner = None
@@ -87,10 +87,10 @@ class SearchResult(FrozenModel):
                 objective=record.test.objective.value,
                 gain=record.test.gain.value,
                 accuracy=record.test.accuracy,
-                # Without the provenance, which has the scores again.
+                # The provenance is left out, because it has the scores again.
                 state={k: v for k, v in record.state.items() if k != "provenance"},
             )
-        # The winner is among those that were confirmed.
+        # The winner is one of the confirmed candidates.
         count = max(leaders, report.settings.confirmed) if leaders else 0
         best = [
             _Leader(
@@ -119,7 +119,7 @@ class SearchResult(FrozenModel):
 
 
 class Confirmed(FrozenModel):
-    """One winner or state: its mean objective, and accuracy."""
+    """Mean objective and accuracy of one winner or state on new questions."""
 
     questions: int
     evaluator: str
@@ -146,13 +146,13 @@ def read_results(folder: Path) -> dict[str, SearchResult]:
 
 
 def read_confirmed(folder: Path) -> dict[str, Confirmed]:
-    """What was confirmed so far, by name of the search or state."""
+    """Confirmed results so far, by name of the search or state."""
     path = folder / "confirmation.json"
     return CONFIRMED.validate_json(path.read_bytes()) if path.exists() else {}
 
 
 def read_space(arm: str) -> Space:
-    """The space of an arm: the whole language unless its name ends in another, as ``@numbers``."""
+    """The space that an arm's name ends in, such as ``@numbers``, else the whole language."""
     return next(
         (space for space in get_args(Space) if arm.endswith(f"@{space}")), "all"
     )
@@ -161,14 +161,14 @@ def read_space(arm: str) -> Space:
 # Two-sided 95 % quantiles of Student's t distribution, for 1 to 9 degrees of freedom.
 _T_QUANTILES = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 _REFERENCES = ("tpe", "autoprune+@none")
-"""The arms that the others are compared with, where they are among them."""
+"""Arms with which the other arms are compared, if the study has them."""
 
 
 def format_tables(folder: Path, arms: Sequence[str], seeds: Sequence[int]) -> str:
-    """The searches of a folder; their winners beside each reference; single states.
+    """Tables of a folder: its searches, their winners against each reference, and single states.
 
     Winners that were not confirmed are left out. Spaces are compared by strategy, each with the
-    largest.
+    largest space.
     """
     tables = _tabulate_searches(read_results(folder), arms, seeds)
     groups = {arm: list(arms) for arm in _REFERENCES if arm in arms} or {
@@ -211,7 +211,7 @@ def _tabulate_searches(
     arms: Sequence[str],
     seeds: Sequence[int],
 ) -> list[Table]:
-    """Test results, and the best objective after shares of the answers."""
+    """Tables of the test results, and of the best objective after shares of the answers."""
     rows = []
     curves = []
     for arm in arms:
@@ -242,7 +242,7 @@ def _tabulate_searches(
             ]
         )
         columns = zip(*(result.curve for result, _ in ended), strict=True)
-        # Where every search has a best objective by then.
+        # A share is reported only if every search has a best objective by then.
         means = (
             ""
             if None in column
@@ -271,7 +271,7 @@ def _tabulate_leaders(
     arms: Sequence[str],
     seeds: Sequence[int],
 ) -> list[Table]:
-    """What the leaders' objectives on the search split say of new questions.
+    """Tables that compare the leaders' objectives on the search split with those on new questions.
 
     The gap is how much more a winner gains over the base policy on the search split than on new
     questions.
@@ -320,7 +320,7 @@ def _tabulate_winners(
     seeds: Sequence[int],
     reference: str,
 ) -> str:
-    """Confirmed objective and accuracy of each arm, less a reference and less the base policy."""
+    """Confirmed objective and accuracy of each arm, minus the reference and the base policy."""
     base = confirmed.get(BASE)
     rows = []
     for arm in arms:
@@ -369,7 +369,7 @@ def _tabulate_winners(
 
 
 def _format_mean(values: Sequence[float], digits: int = 4) -> str:
-    """Mean with its 95 % confidence interval by Student's t; only the mean of a single value."""
+    """Mean with its 95 % confidence interval by Student's t; a single value has no interval."""
     mean = statistics.mean(values)
     if len(values) < 2:
         return f"{mean:.{digits}f}"
@@ -382,7 +382,7 @@ def _format_mean(values: Sequence[float], digits: int = 4) -> str:
 def _t_quantile(freedom: int) -> float:
     """Two-sided 95 % quantile of Student's t distribution.
 
-    Above the table by the expansion around the normal quantile (Abramowitz and Stegun, 26.7.5),
+    Beyond the table it is expanded around the normal quantile (Abramowitz and Stegun, 26.7.5),
     which is right to three decimals there.
     """
     if freedom <= len(_T_QUANTILES):
@@ -395,11 +395,12 @@ def _t_quantile(freedom: int) -> float:
 
 
 def _format_difference(pairs: Sequence[tuple[Confirmed, Confirmed]]) -> str:
-    """Mean difference over pairs, one a seed, with its 95 % interval over seeds and questions.
+    """Mean difference over ``pairs``, one a seed, with its 95 % interval over seeds and questions.
 
-    The variance of the mean is bounded by the sum of those over seeds and over blocks of questions
-    (two crossed random effects, whose residual counts twice), and Student's t has the fewer degrees
-    of freedom of the two. An effect with a single level is left out, as questions without blocks.
+    The variance of the mean is at most the sum of the variance over seeds and the variance over
+    blocks of questions (two crossed random effects, whose residual counts twice). Student's t uses
+    the smaller of their degrees of freedom. An effect with a single level, such as questions
+    without blocks, is left out.
     """
     by_seed = [score.objective - other.objective for score, other in pairs]
     blocks = [

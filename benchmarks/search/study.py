@@ -1,7 +1,7 @@
 """Comparison of search strategies: same evaluator and number of evaluations, several seeds.
 
-Each yardstick and K has its own folder. Every search has its own ledger there, and once it has
-ended a line in the results: a search whose result is known is not run again.
+Each yardstick and K has its own folder. Every search has its own ledger there, and a line in the
+results once it has ended. A search whose result is known is not run again.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.state import PruningState
 
 WITHOUT_PROPOSER = ("random", "tpe", "autoprune+@none")
-"""Arms that ask no language model.
+"""Arms that use no language model.
 
-An arm is a strategy; ``@none`` behind it leaves out the language model of one that may use one, and
-the name of a smaller space, such as ``@numbers``, may follow.
+An arm is the name of a strategy. The suffix ``@none`` makes a strategy do without its language
+model. The name of a smaller space may follow, as in ``@numbers``.
 """
 ARMS = (*WITHOUT_PROPOSER, "autoprune+", "autoprune", "evoprompting", "openevolve")
 ABLATIONS = tuple(
@@ -63,27 +63,29 @@ ABLATIONS = tuple(
 )
 """The searches of the component table: the full policy, and each smaller space."""
 BASE_POLICIES = {"minillava": "visionzip", "miniqwen": "divprune"}
-"""Base policy of each yardstick: one that does not read the question, which leaves much to find."""
+"""Base policy of each yardstick; neither reads the question, which leaves much for a search to
+find."""
 RELEASED = {"minillava": ("cdpruner", 16), "miniqwen": ("divprune", 8)}
-"""Base policy and K of searches around the released policy, which refines CDPruner; mini-Qwen3-VL
-has no CLIP for that."""
+"""Base policy and K of searches around the released policy. It refines CDPruner, which
+mini-Qwen3-VL cannot run, because it has no CLIP."""
 
 PROPOSED = Path(__file__).parent / "recorded/proposed"
-"""Ledgers of searches that a capable language model proposed for, by yardstick."""
+"""Folder of the ledgers of searches with proposals of a capable language model, by yardstick."""
 
 _IMAGES: Mapping[Split, int] = {"search": 128, "validation": 128, "test": 128}
 _CONFIRMING_IMAGES: Mapping[Split, int] = {"search": 1, "validation": 1, "test": 600}
-"""Images of the test split that winners are confirmed on, each with one question; the first of them
-are those of a search."""
+"""Images of the test split on which winners are confirmed, with one question each. The first of
+them are also the test images of a search."""
 _BLOCKS = 24
-"""Blocks of questions whose means are kept, for intervals over questions."""
+"""Number of blocks of questions whose mean scores are kept, for intervals over questions."""
 
 Connect = Callable[[], AbstractAsyncContextManager[Proposer]]
-"""Opens the language model, once for each comparison, because each has its event loop."""
+"""Opens the language model; called once for each comparison, because each has its own event
+loop."""
 
 
 def asks_model(arm: str, settings: Settings) -> bool:
-    """Whether an arm asks a language model."""
+    """Whether an arm uses a language model."""
     strategy, *options = arm.split("@")
     return "none" not in options and STRATEGIES[strategy](settings).uses_proposer
 
@@ -93,8 +95,8 @@ class Study:
     """Searches of one folder: each arm with each seed, and otherwise the same settings.
 
     ``at_once`` searches run together, because a small model answers 25 prompts in little more time
-    than 5. Searches are independent, so this changes no record except its clock. So many
-    ``leaders`` of each are measured on new questions too.
+    than 5. Searches are independent, so their records are the same except for times. The
+    ``leaders`` best candidates of each search are measured on new questions too.
     """
 
     folder: Path
@@ -111,11 +113,11 @@ class Study:
         quotas: Sequence[int] = (),
         pool: int = _IMAGES["search"],
     ) -> str:
-        """Run what the folder lacks of one yardstick; returns its tables.
+        """Run the searches of a yardstick that the folder lacks, and return the tables.
 
-        ``pool``: questions of the search split, from which rounds have fresh ones where they are
-        more than the settings' block. The base policy is confirmed too; with ``quotas`` the
-        released policy with each of these q_e.
+        ``pool`` is the number of questions of the search split. If it exceeds the settings' block,
+        each round gets fresh questions from it. The base policy is confirmed too and, with
+        ``quotas``, the released policy with each of these values of q_e.
         """
         settings = self.settings
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -151,7 +153,7 @@ class Study:
         proposer: Proposer | None,
         slots: asyncio.Semaphore,
     ) -> None:
-        """Run one search and add its result, unless that is there."""
+        """Run one search and add its result, unless the folder has the result already."""
         name = f"{arm}-{seed}"
         settings = self._choose_settings(arm, seed, evaluator.name)
         if (previous := read_results(self.folder).get(name)) is not None:
@@ -161,7 +163,7 @@ class Study:
                     f"{name} has other settings",
                     "give the same settings again, or another folder",
                 )
-            # One whose leaders are not known is run again, from its ledger.
+            # A search whose leaders are missing is run again from its ledger.
             if previous.leaders or not self.leaders:
                 return
         path = self.folder / f"{name}.jsonl"
@@ -173,7 +175,8 @@ class Study:
                 try:
                     await search.run()
                 except NothingMeasured as error:
-                    # The other arms go on: that a model writes nothing valid is a result as well.
+                    # The other arms go on, because it is a result too that a model writes nothing
+                    # valid.
                     print(f"{arm} {seed}: {error}", flush=True)
         assert search.history is not None, "a search measures its base policy or raises"
         result = SearchResult.read(name, path, search.history, self.leaders)
@@ -182,7 +185,7 @@ class Study:
         write_file(self.folder / "results.jsonl", "".join(lines))
 
     def _choose_settings(self, arm: str, seed: int, evaluator: str) -> Settings:
-        """Those of one search, without those of a language model that its arm ignores."""
+        """Settings of one search; those of a language model are dropped if its arm uses none."""
         strategy = arm.partition("@")[0]
         changes = {
             "strategy": strategy,
@@ -199,9 +202,9 @@ class Study:
         return self.settings.model_copy(update=changes)
 
     def confirm(self, evaluator: Evaluator, states: Mapping[str, PruningState]) -> None:
-        """Measure what was not measured yet: winners, leaders and other ``states``.
+        """Measure the winners, leaders and other ``states`` that were not measured yet.
 
-        The file is written after each.
+        The file is written after each of them.
         """
         confirmed = read_confirmed(self.folder)
         count = len(evaluator.dataset.splits["test"])
@@ -244,15 +247,15 @@ class Study:
 
 
 def read_questions(recording: Path, settings: Settings) -> Dataset:
-    """The questions of one of ``PROPOSED``."""
+    """Questions of ``recording``, one of the folders in ``PROPOSED``."""
     yardstick = open_yardstick(recording.stem)
     return YardstickEvaluator(yardstick, _IMAGES, each=1, block=settings.block).dataset
 
 
 def replay_study(recording: Path) -> str:
-    """Replay one of ``PROPOSED``, without its model; returns its result.
+    """Replay ``recording``, one of the folders in ``PROPOSED``, without its model.
 
-    Raises :class:`SearchError` where the replay's records differ.
+    Returns its result. Raises :class:`SearchError` if the replay's records differ.
     """
     read = partial(read_questions, recording)
     with TemporaryDirectory() as folder:

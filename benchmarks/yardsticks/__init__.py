@@ -1,8 +1,9 @@
-"""Two small vision-language models on which policies differ, and the questions that show it.
+"""Small vision-language models on which policies differ, and the questions that show it.
 
-mini-LLaVA answers questions about scenes on a fixed grid of tokens; mini-Qwen3-VL takes pictures of
-any size, so that pruning can be compared with resizing. ``train_minillava`` and ``train_miniqwen``
-made the weights; everything else reads them, and the held-out splits.
+mini-LLaVA answers questions about scenes on a fixed grid of tokens. mini-Qwen3-VL takes pictures of
+any size, so that pruning can be compared with resizing; further training taught it to watch clips.
+``train_minillava``, ``train_miniqwen`` and ``train_clips`` made the weights. Everything else reads
+these weights and the held-out splits.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ YARDSTICKS = ("minillava", "miniqwen")
 
 
 def open_yardstick(name: str, checkpoint: Path | None = None) -> Yardstick:
-    """A yardstick with the committed checkpoint, or with another training of its model."""
-    # Imported here, because transformers takes seconds to load.
+    """Open a yardstick with the committed checkpoint, or with another training of its model."""
+    # Imported here, because importing transformers takes seconds.
     if name == "minillava":
         from benchmarks.yardsticks.minillava import MiniLlava
 

@@ -18,7 +18,7 @@ _MODULES = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
 
 
 def write_adapters(folder: Path) -> tuple[str, ...]:
-    """Write every adapter to a folder of its own name; the flags of a server with all of them."""
+    """Write each adapter to a folder of its name; returns flags of a server with all of them."""
     model = json.loads((LLAVA / "config.json").read_text())["text_config"]
     hidden = model["hidden_size"]
     modules = sorted(module.rpartition(".")[2] for module in _MODULES)
@@ -41,7 +41,8 @@ def write_adapters(folder: Path) -> tuple[str, ...]:
         (folder / name).mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / name / "adapter_model.safetensors")
         (folder / name / "adapter_config.json").write_text(json.dumps(config))
-    # On a CPU vLLM gives a request without an adapter that of the last slot, so one stays free.
+    # On a CPU, vLLM gives a request without an adapter that of the last slot, so that slot stays
+    # free.
     slots = str(len(ADAPTERS) + 1)
     return (
         "--enable-lora",

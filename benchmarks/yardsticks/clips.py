@@ -17,22 +17,22 @@ from benchmarks.yardsticks.pages import Size
 from benchmarks.yardsticks.scenes import COLOURS, SHAPES, Scene, Thing
 
 SIZE = Size(6, 6)
-"""Of a frame: 36 visual tokens, four cells a side."""
+"""Size of a frame: 36 visual tokens, four cells a side."""
 FRAMES = (8, 16, 32)
 UNSEEN_FRAMES = (12, 24)
-"""Numbers of frames, and those that occur in the test split only."""
+"""Numbers of frames of a clip, and those that occur only in the test split."""
 DIRECTIONS = ("right", "down", "left", "up")
 
 Fact = tuple[Sequence[int], str, Mapping[str, str | int]]
-"""What a question asks: its evidence, its answer, and the slots of its wording."""
+"""A fact that a question asks for: its evidence, its answer, and the slots of its wording."""
 
 
 @dataclass(frozen=True)
 class Clip:
-    """One scene a frame, and the shapes that something happens to, as they are at first.
+    """A scene for each frame, and the shapes that events happen to, as they are at first.
 
-    ``digits`` are those of the board, in order; visitors are in the order in which they come, each
-    gone before the next.
+    ``digits`` are those of the board, in order. Visitors are in the order of their visits, which do
+    not overlap.
     """
 
     frames: tuple[Scene, ...]
@@ -45,9 +45,9 @@ class Clip:
 
     @classmethod
     def draw(cls, rng: random.Random, frames: int, *, brief: bool = False) -> Clip:
-        """A random clip of so many frames, of few colours and forms; `brief` visits are of one."""
+        """Draw a clip of few colours and forms; if ``brief``, each visit lasts a single frame."""
         side, _ = SIZE.cells
-        # The mover passes along a line of cells, which nothing else is on.
+        # The mover passes along a line of cells in which nothing else is placed.
         direction = rng.randrange(4)
         line = rng.randrange(side)
         path = [
@@ -73,7 +73,7 @@ class Clip:
             board.digit,
             *rng.sample(sorted({*range(10)} - {board.digit}), len(changes)),
         ]
-        # A visitor is there for half of its share of the time or more, but not at first.
+        # A visit takes half to all of the visitor's slot of frames; frame 0 is in no slot.
         slot = (frames - 1) / len(guests)
         visits = list[range]()
         for number in range(len(guests)):
@@ -105,7 +105,10 @@ class Clip:
         )
 
     def sample(self, count: int) -> Clip:
-        """So many of its frames, evenly spaced from the first to the last, and what they show."""
+        """The clip of ``count`` frames, evenly spaced from the first to the last.
+
+        Its digits and visitors are those that these frames show.
+        """
         last = len(self.frames) - 1
         frames = [self.frames[number * last // (count - 1)] for number in range(count)]
         things = [thing for scene in frames for thing in scene.things]
@@ -124,7 +127,7 @@ class Clip:
         return images, replace(self, frames=tuple(scenes))
 
     def _tokens(self, thing: Thing, frames: Sequence[int]) -> list[int]:
-        """Tokens of a shape in some frames, by frame; its middle first."""
+        """Tokens of a shape in the given frames, with its middle in every frame first."""
         ranked = list[tuple[int, int]]()
         for frame in frames:
             for other, tokens in self.frames[frame].patches.items():
@@ -134,7 +137,7 @@ class Clip:
         return [token for _, token in sorted(ranked)]
 
     def ask(self, kind: str, rng: random.Random) -> Fact:
-        """What a question of a kind asks."""
+        """Draw the fact that a question of this kind asks for."""
         every = range(len(self.frames))
         last = len(self.frames) - 1
         match kind:

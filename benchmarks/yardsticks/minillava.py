@@ -1,7 +1,7 @@
 """mini-LLaVA with transformers: a fixed grid of 144 tokens, pruned before the language model.
 
-It has all inputs that any policy reads, and its resize control pools the tokens. No vLLM is
-involved: figures measured with it check the model and the policies, not the plugin.
+It has the inputs of all policies; its resize control pools the tokens. No vLLM is involved: figures
+measured with it check the model and the policies, not the plugin.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BEFORE_IMAGE, _, _BEHIND_IMAGE = PROMPT["minillava"]
 
 
 class MiniLlava(Yardstick):
-    """Mini-LLaVA with rows of your choice in place of an image; folders ``llava`` and ``clip``."""
+    """mini-LLaVA (folders ``llava`` and ``clip``); any rows can take the place of an image."""
 
     name = "mini-LLaVA"
     key = "minillava"
@@ -47,7 +47,7 @@ class MiniLlava(Yardstick):
     budgets = tuple(Budget(f"K = {k}", Fraction(k, PATCHES)) for k in (72, 36, 18, 9))
     usual_tokens = PATCHES
     available = frozenset(get_args(Need)) - {"merger_input"}
-    # A quarter of its six layers, where PyramidDrop's first stage ranks, is the layer of FastV.
+    # A quarter of its six layers, where PyramidDrop first ranks, is the layer where FastV ranks.
     equal_policies = ("pyramiddrop",)
     images_per_batch = 4
     has_one_axis = True
@@ -58,17 +58,17 @@ class MiniLlava(Yardstick):
 
     @property
     def network(self) -> LlavaForConditionalGeneration:
-        """The model of transformers, in bfloat16."""
+        """The transformers model, in bfloat16."""
         return self._vision.model
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The language model's."""
+        """The tokenizer of the language model."""
         return self._vision.processor.tokenizer
 
     @torch.no_grad()
     def encode(self, batch: Sequence[Example]) -> EncodedBatch:
-        """All inputs of policies for M questions."""
+        """Encode M questions, with the inputs of all policies."""
         pixels = normalize_pixels(torch.stack([e.image for e in batch])).to(
             torch.bfloat16
         )
@@ -94,9 +94,8 @@ class MiniLlava(Yardstick):
 
         def score_resized(budget: int) -> Scores:
             pooled = pool_tokens(budget, tokens)
-            return score(
-                pooled.features, pooled.places(PATCHES)
-            )  # where it is at its best
+            # Resizing is most accurate with pooled tokens at their places in the whole image.
+            return score(pooled.features, pooled.places(PATCHES))
 
         return EncodedBatch(
             batch,
@@ -107,26 +106,27 @@ class MiniLlava(Yardstick):
 
 
 def _place(places: Tensor, lead: int, tail: int) -> dict[str, Tensor]:
-    """Positions of text, of rows at places ``(M, K)`` of the image, and of text behind it."""
+    """Positions of text, of rows at places ``(M, K)`` of the image, and of the text after it."""
     count = len(places)
     text = torch.arange(lead)
     tail_positions = torch.arange(tail) + lead + PATCHES
     parts = (text.expand(count, -1), lead + places, tail_positions.expand(count, -1))
     positions = torch.cat(parts, 1)
-    # Without a mask, gaps between positions are read as the ends of packed sequences.
+    # Without a mask, gaps between positions are taken for boundaries of packed sequences.
     return {"position_ids": positions, "attention_mask": torch.ones_like(positions)}
 
 
 class _LlamaPrefix(LanguagePrefix):
-    """Layers of the language model over prompt, image and question, computed at the first use.
+    """Language model layers over prompt, image and question, which are computed at first use.
 
-    B sequences with text padded on the right. Unlike a server's it runs a batch as one.
+    There are B sequences with text padded on the right. A server runs each sequence alone; this
+    class runs them as one batch.
     """
 
     def __init__(
         self, model: LlamaModel, embeds: Tensor, start: int, text: Tensor
     ) -> None:
-        """Embeds (B, L, D) are the input of layer 0; text (B, Lt) is false for padding."""
+        """embeds (B, L, D) are the input of layer 0; text (B, Lt) is false at padding."""
         self.layers = len(model.layers)
         self.start = start
         self.text = text
@@ -146,7 +146,7 @@ class _LlamaPrefix(LanguagePrefix):
 
     @torch.no_grad()
     def read(self, output: PrefixOutput, layer: int) -> Tensor:
-        """An output of all sequences; heads are those of keys and of queries alike."""
+        """An output of all sequences; keys have as many heads as queries."""
         if output == "embeddings":
             return self._embeds
         if output in ("states", "normed"):

@@ -1,7 +1,7 @@
-"""mini-Qwen3-VL with transformers: pictures of any size, which the processor itself can resize.
+"""mini-Qwen3-VL with transformers: pictures of any size, which its processor can resize.
 
-It has the inputs that Qwen models have in a server. No vLLM is involved: figures measured with it
-check the model and the policies, not the plugin.
+It has the inputs that policies get from Qwen models in a server. No vLLM is involved: figures
+measured with it check the model and the policies, not the plugin.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ from vllm_autoprune.tpdsl.tokens import Grid, Instruction, MergerInput, VisualTo
 class _EncodedImage:
     """An image after the vision tower.
 
-    rows (N, D) are for the first layer of the language model, levels (N, D) each for the next ones.
-    attention (N,) is what a token gets from all patches in the tower's last layer, encoder (N, Dv)
-    the mean of its patches before the merger, and merger_norms (N, 2) the mean of their norms
-    before the first deepstack merger: the sum of absolute values and the Euclidean norm.
+    rows (N, D) enter the first layer of the language model; each of levels (N, D) is added in one
+    of the next layers. attention (N,) is the attention to a token from all patches in the tower's
+    last layer. encoder (N, Dv) is the mean of a token's patches before the merger. merger_norms (N,
+    2) are the means of the patches' two norms before the first deepstack merger: the sum of
+    absolute values and the Euclidean norm.
     """
 
     size: Size
@@ -52,7 +53,7 @@ class _EncodedImage:
 
 
 class MiniQwen(Yardstick):
-    """mini-Qwen3-VL: encodes images, and scores answers given some of each image's tokens."""
+    """mini-Qwen3-VL: encodes images, and scores answers for a selection of their tokens."""
 
     name = "mini-Qwen3-VL"
     key = "miniqwen"
@@ -65,27 +66,28 @@ class MiniQwen(Yardstick):
 
     @cached_property
     def network(self) -> Qwen3VLForConditionalGeneration:
-        """The model of transformers, in bfloat16."""
+        """The transformers model, in bfloat16."""
         return Qwen3VLForConditionalGeneration.from_pretrained(
             self._checkpoint, dtype=torch.bfloat16, attn_implementation="eager"
         ).requires_grad_(False)
 
     @cached_property
     def processor(self) -> Qwen3VLProcessor:
-        """Its tokenizer and its image processor."""
+        """The tokenizer and the image processor of the model."""
         return AutoProcessor.from_pretrained(self._checkpoint)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The language model's."""
+        """The tokenizer of the language model."""
         return self.processor.tokenizer
 
     @torch.no_grad()
     def encode(self, batch: Sequence[Example]) -> EncodedBatch:
-        """What policies read of one image and M questions about it, as a server gives it to them.
+        """Encode one image and M questions about it, with the inputs of policies in a server.
 
-        Relevance is measured in the language model's input embeddings, of which a question has the
-        mean. A state's ``rank_at`` decides whether tokens are ranked after or before the merger.
+        Relevance is measured in the language model's input embeddings, against the mean embedding
+        of the question. A state's ``rank_at`` decides whether tokens are ranked after or before the
+        merger.
         """
         image = self.encode_image(batch[0].image)
         count = len(batch)
@@ -125,7 +127,7 @@ class MiniQwen(Yardstick):
 
     @torch.no_grad()
     def encode_image(self, image: Tensor, budget: int | None = None) -> _EncodedImage:
-        """Encode an image (3, H, W) uint8, resized to at most `budget` tokens if given."""
+        """Encode an image (3, H, W) uint8; `budget` resizes it to at most that many tokens."""
         images = self.processor.image_processor
         size = dict(images.size)
         if budget is not None:
@@ -142,12 +144,12 @@ class MiniQwen(Yardstick):
         _, rows, columns = (int(side) for side in grid[0])
 
         def by_token(patches: Tensor) -> Tensor:
-            """Values (P, ...) of patches as those of tokens (N, MERGE², ...), in float32."""
+            """Reshape values (P, ...) of patches to (N, MERGE², ...), by token, in float32."""
             return patches.float().unflatten(0, (-1, MERGE**2))
 
         before_merger = by_token(outputs[early])
-        # Attention to each token as a server measures it: the mean over heads and over all patches
-        # as queries, then over the patches of a token.
+        # Attention to a token as a server measures it: the mean over heads, over all patches as
+        # queries, and over the token's own patches.
         heads = tower.blocks[-1].attn.num_heads
         query, key, _ = outputs[last].unflatten(-1, (3, heads, -1)).unbind(1)
         query, key = (
@@ -177,9 +179,9 @@ class MiniQwen(Yardstick):
     ) -> Scores:
         """Score the reference answers of M questions about one image.
 
-        `selection` (M, K) are raster tokens of the image; they keep their positions. Without it,
-        all are kept. `rows` (M, K, D) take the place of their rows for the first layer, where a
-        policy merges tokens.
+        `selection` (M, K) has raster tokens of the image, which keep their positions; None keeps
+        all. `rows` (M, K, D) replace the tokens' rows in the first layer, for policies that merge
+        tokens.
         """
         count = len(examples)
         size = image.size

@@ -1,7 +1,7 @@
 """Pictures of any size in visual tokens: pages of words and numbers, and scenes on rectangles.
 
-Pages are lists of words with numbers, and tables, with one word or number per visual token. Images
-are resized and split into patches as mini-Qwen3-VL's processor does it.
+A page is a list of words with numbers, or a table, with one word or number in a visual token.
+Images are resized and split into patches as mini-Qwen3-VL's processor does it.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ from benchmarks.yardsticks.scenes import (
 
 MERGE = 2
 TOKEN = PATCH * MERGE
-"""Pixels per side that one visual token covers."""
+"""Side in pixels of the square that one visual token covers."""
 
 MAX_SHAPES = 14
-"""Shapes in the fullest scene."""
+"""Number of shapes in the fullest scene."""
 
 _NUMBERS = range(10, 100)
-# Clutter: shares of free cells with a mark, and of free places with nonsense.
+# Clutter: range of the share of free cells with a mark, and of free places with nonsense.
 _MARKED = (0.2, 0.8)
 _NONSENSE = (0.0, 0.6)
-# Share of shapes and lines that are faint, and how much of their paint or ink those have.
+# Share of shapes and lines that are faint, and the range of their opacity.
 _FAINT = 0.3
 _FAINT_PAINT = (0.5, 0.85)
 _FAINT_INK = (0.38, 0.85)
-# Words that stay off every page, for the questions whose answer is "no".
+# Number of words that are on no page, for the questions whose answer is "no".
 _RESERVED = 4
 
 PageStyle = Literal["list", "table", "full"]
 PAGE_STYLES: tuple[PageStyle, ...] = ("list", "table")
-"""Styles of pages with questions."""
+"""Styles of pages about which questions are asked."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """An image of `rows` x `columns` visual tokens of 28 x 28 pixels each."""
+    """The size of an image, in rows and columns of visual tokens of 28 x 28 pixels."""
 
     rows: int
     columns: int
@@ -76,18 +76,18 @@ class Size:
 
     @property
     def cells(self) -> tuple[int, int]:
-        """Rows and columns of a scene's cells of three patches."""
+        """Rows and columns of a scene's cells, each of three by three patches."""
         return self.rows * MERGE // CELL_PATCHES, self.columns * MERGE // CELL_PATCHES
 
     def rotary_positions(self, tokens: Tensor) -> Tensor:
-        """M-RoPE positions (3, ...) of raster tokens (...): frame, row and column of an image."""
+        """M-RoPE positions (3, ...) of raster tokens (...) of an image: frame, row and column."""
         return torch.stack(
             (torch.zeros_like(tokens), tokens // self.columns, tokens % self.columns)
         )
 
     def limit(self, budget: int) -> Size:
-        """The size that the image processor gives such an image, of at most `budget` tokens."""
-        # Here: the load test draws pages in an image without transformers.
+        """Size to which the image processor resizes such an image for `budget` tokens at most."""
+        # Imported here, because the load test draws pages in an image without transformers.
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
         height, width = smart_resize(
@@ -98,7 +98,7 @@ class Size:
     def draw_scene(self, rng: random.Random, max_shapes: int = MAX_SHAPES) -> Scene:
         """Draw a scene of few colours and forms, so that most distractors share one of them.
 
-        Some shapes are faint, and marks are in some of the cells without one.
+        Some shapes are faint. Some of the cells without a shape have a mark.
         """
         rows, columns = self.cells
         cells = [(row, column) for row in range(rows) for column in range(columns)]
@@ -106,7 +106,7 @@ class Size:
         colours = rng.sample(range(len(COLOURS)), rng.randint(3, 4))
         shapes = rng.sample(range(len(SHAPES)), rng.randint(3, 4))
         names = [(colour, shape) for colour in colours for shape in shapes]
-        # One name stays unused for the questions whose answer is "no".
+        # One name stays unused, for the questions whose answer is "no".
         count = rng.randint(4, MAX_SHAPES)
         count = min(max_shapes, count, len(names) - 1, len(cells))
         scene = Scene.place(rng, names, cells, count, RADII)
@@ -130,7 +130,7 @@ class Size:
         clean: bool = False,
         clip: bool = False,
     ) -> tuple[Tensor, list[Scene]]:
-        """Images (B, 3, H, W) uint8; scenes whose patches are visual tokens in raster order."""
+        """Images (B, 3, H, W) uint8, and the scenes with their visual tokens, in raster order."""
         cells = max(self.cells)
         images, squares = render_scenes(
             scenes, cells, seed, clean=clean, clip=clip, photographs=not clip
@@ -158,9 +158,9 @@ class Size:
         return images[:, :, :height, :width], rectangles
 
     def split_patches(self, images: Tensor) -> Tensor:
-        """Normalised patches (B, N, MERGE², 3 · PATCH²) in the order of their tokens.
+        """Normalised patches (B, N, MERGE², 3 · PATCH²) of images, in the order of their tokens.
 
-        The images (B, 3, H, W) uint8 are resized, both as the image processor does it.
+        The images (B, 3, H, W) uint8 are resized and split as the image processor does it.
         """
         if tuple(images.shape[2:]) != self.pixels:
             images = F.interpolate(
@@ -177,7 +177,7 @@ class Size:
         )
 
 
-# Multiples of three tokens, so that scenes are whole cells of three patches.
+# Sides are multiples of three tokens, so that scenes have whole cells of three patches.
 SIZES = (
     Size(6, 6),
     Size(6, 9),
@@ -193,7 +193,7 @@ UNSEEN_SIZES = (Size(12, 9), Size(6, 15))
 
 @dataclass(frozen=True)
 class Word:
-    """A word, an index into `WORDS`, at a place in tokens."""
+    """A word, as an index into `WORDS`, and its place in tokens."""
 
     word: int
     row: int
@@ -201,13 +201,13 @@ class Word:
 
     @property
     def text(self) -> str:
-        """The word in lower case, as questions write it; pages show capitals."""
+        """The word in lower case, as in questions; pages show it in capitals."""
         return WORDS[self.word]
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number of two digits, the word on its left, and in a table the word above its column."""
+    """A two-digit number; `label` is the word on its left, `head` the one above its column."""
 
     value: int
     row: int
@@ -224,7 +224,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Nonsense:
-    """Four letters that are no word."""
+    """Four letters that are not a word."""
 
     text: str
     row: int
@@ -233,7 +233,7 @@ class Nonsense:
 
 @dataclass(frozen=True)
 class Page:
-    """The content of one page; nothing is asked about nonsense."""
+    """The content of one page; no question is about its nonsense."""
 
     style: PageStyle
     size: Size
@@ -249,9 +249,10 @@ class Page:
         size: Size,
         max_words: int = len(WORDS),
     ) -> Page:
-        """Draw a random page of at most so many words, each of which it shows once, as its numbers.
+        """Draw a random page with at most `max_words` words; no word and no number occurs twice.
 
-        A page that is full has any word or number in nearly every place, without relations.
+        A `full` page ignores `max_words`: it has a random word or number in nearly every place,
+        without relations between them, and these may occur twice.
         """
         max_words = max(4, min(max_words, len(WORDS) - _RESERVED))
         words = list[Word]()
@@ -263,7 +264,7 @@ class Page:
                 elif rng.random() < 0.9:
                     numbers.append(Number(rng.choice(_NUMBERS), row, column))
         elif style == "list":
-            # Columns of words, most with a number on their right.
+            # A list has columns of words; most words have a number on their right.
             pitch = rng.choice((2, 3))
             margin = rng.randint(0, size.columns % pitch)
             starts = range(margin, size.columns - 1, pitch)
@@ -278,7 +279,7 @@ class Page:
                 if len(numbers) < 2 or rng.random() < 0.9:
                     numbers.append(Number(value, place[0], place[1] + 1, words[-1]))
         else:
-            # One row of words above the columns and one column of words beside the rows.
+            # A table has a row of words above its columns and a column of words beside its rows.
             columns = rng.randint(2, min(6, size.columns - 1, max_words - 2))
             rows = rng.randint(2, min(size.rows - 1, max_words - columns))
             top = rng.randint(0, size.rows - 1 - rows)
@@ -314,11 +315,11 @@ class Page:
 def render_pages(
     pages: Sequence[Page], seed: int, *, clean: bool = False
 ) -> tuple[Tensor, list[list[tuple[float, float]]]]:
-    """Images (B, 3, H, W) uint8, and the centre of each word, number and nonsense of every page.
+    """Images (B, 3, H, W) uint8, and the centre (x, y) in pixels of every text of each page.
 
-    All pages have one size. A line fills the upper or the lower half of its token, a little off;
-    centres are x and y in pixels. Some lines are faint, and half of the papers, but no `clean` one,
-    show a photograph.
+    The centres of a page are those of its words, then its numbers, then its nonsense. All pages
+    have one size. A line fills the upper or the lower half of its token, slightly shifted. Some
+    lines are faint. Half of the pages have a photograph as background, unless they are `clean`.
     """
     size = pages[0].size
     rng = random.Random(seed)
@@ -344,7 +345,7 @@ def render_pages(
             x = column * TOKEN + rng.randint(-1, 1)
             lines.append((index, block, y + 1, x + 1))
             centres[-1].append((x + TOKEN / 2, y + PATCH / 2))
-    # One pixel of margin holds what is shifted beyond the edge.
+    # A margin of one pixel on each side holds what is shifted beyond the edge.
     height, width = (side + 2 for side in size.pixels)
     ink = torch.zeros(len(pages) * height * width)
     image, block, y, x = torch.tensor(lines).T
@@ -370,7 +371,7 @@ def render_pages(
 
 @functools.cache
 def _line_blocks() -> Tensor:
-    """Coverage (W + 100, PATCH, TOKEN) of all words in capitals, and all numbers of two digits."""
+    """Coverage (W + 100, PATCH, TOKEN) of all words in capitals, then of all two-digit numbers."""
     digits = _draw_glyphs(GLYPHS["digits"], 11, 4.2, 5.8)
     tens = torch.arange(100) // 10
     units = torch.arange(100) % 10
@@ -387,7 +388,7 @@ def _word_blocks(words: Sequence[str]) -> Tensor:
 
 
 def _draw_glyphs(glyphs: Tensor, width: int, half_x: float, half_y: float) -> Tensor:
-    """Coverage (G, PATCH, width) of glyphs, centred in blocks of one line."""
+    """Coverage (G, PATCH, width) of glyphs, each centred in a block of one line."""
     x = (torch.arange(width) + 0.5 - width / 2) / half_x
     y = (torch.arange(PATCH) + 0.5 - PATCH / 2) / half_y
     grid = torch.stack(torch.meshgrid(y, x, indexing="ij")[::-1], -1)

@@ -1,7 +1,7 @@
 """Questions about scenes and pages, with reference answers and the tokens that hold the evidence.
 
-Every kind of question has wordings for training, unseen paraphrases for testing, and phrases of as
-few words as possible, from which language models learn first.
+Every kind of question has wordings for training, paraphrases that only the test split uses, and
+phrases of as few words as possible, from which language models learn first.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from benchmarks.yardsticks.scenes import (
 )
 
 _Slots = Mapping[str, str | int]
-"""What fills the slots of a wording."""
+"""Values for the slots of a wording."""
 
 Model = Literal["minillava", "miniqwen", "clips"]
-"""Whose questions; those about clips are for any model that takes videos."""
+"""A model and its questions; those of `clips` suit any model that takes videos."""
 
 CATEGORIES: dict[Model, dict[str, tuple[str, ...]]] = {
     "minillava": {
@@ -56,7 +56,7 @@ CATEGORIES: dict[Model, dict[str, tuple[str, ...]]] = {
     },
     "clips": {"clips": ("moves", "where", "appears", "shows", "passes", "still")},
 }
-"""Kinds that are reported together; every kind of a model is in exactly one category."""
+"""Kinds that are reported together; every kind of a model belongs to exactly one category."""
 
 KINDS: tuple[str, ...] = (
     "digit",
@@ -74,10 +74,10 @@ KINDS: tuple[str, ...] = (
 """Kinds that mini-LLaVA is asked, in the order in which they are drawn."""
 
 _PHRASES = {"beside": "shape {relation} the {name}", "half": "half {name}"}
-"""Kinds of the training alone: a shape beside another one, and a half of the picture."""
+"""Kinds that only training uses: the shape beside another one, and the half that a shape is in."""
 
 _MAX_COUNT = 5
-"""The largest number that is ever asked for."""
+"""Largest number that is the answer to a counting question."""
 
 _NEIGHBOURS = dict(
     zip(("left of", "right of", "above", "below"), NEIGHBOURS, strict=True)
@@ -95,7 +95,7 @@ SEEN, UNSEEN, BRIEF = (
 
 @dataclass(frozen=True)
 class Question:
-    """One question; `evidence` lists raster patches or tokens, the most informative first."""
+    """One question; `evidence` has raster patches or tokens, the most informative ones first."""
 
     kind: str
     text: str
@@ -105,9 +105,9 @@ class Question:
 
 @dataclass(frozen=True)
 class _SceneFacts:
-    """Draws what is asked about a scene of `cells` (rows, columns).
+    """Draws facts about a scene of `cells` (rows, columns), from which questions are made.
 
-    Trained weights depend on the order of the draws: all of a fact come before its wording's.
+    Trained weights depend on the order of draws: a fact is drawn completely before its wording.
     """
 
     rng: random.Random
@@ -115,7 +115,7 @@ class _SceneFacts:
     cells: tuple[int, int]
 
     def draw(self, kind: str) -> Sequence[Fact]:
-        """One fact, or a right and a wrong one; none if the scene has nothing of the kind."""
+        """One fact, or one for "yes" and one for "no"; none if the scene does not suit `kind`."""
         match kind:
             case "digit" | "quarter" | "half":
                 return self.draw_attribute(kind)
@@ -133,7 +133,7 @@ class _SceneFacts:
                 return self.draw_claim(kind)
 
     def draw_attribute(self, kind: str) -> Sequence[Fact]:
-        """The digit or the place of a shape that is named."""
+        """The digit on a named shape, or the quarter or half that the shape is in."""
         thing = self.rng.choice(self.scene.things)
         quarter = self._sides(thing)
         answers = {
@@ -144,7 +144,7 @@ class _SceneFacts:
         return [(self._patches(thing), answers[kind], {"name": thing.name})]
 
     def draw_carrier(self, kind: str) -> Sequence[Fact]:
-        """The colour or the form of the shape that carries a digit."""
+        """The colour or the form of the only shape with a given digit."""
         digits = [thing.digit for thing in self.scene.things]
         unique = [t for t in self.scene.things if digits.count(t.digit) == 1]
         if not unique:
@@ -154,14 +154,14 @@ class _SceneFacts:
         return [(self._patches(thing), answer, {"digit": thing.digit})]
 
     def draw_sign(self) -> Sequence[Fact]:
-        """The number on a sign."""
+        """The number on a named sign."""
         if not self.scene.signs:
             return []
         sign = self.rng.choice(self.scene.signs)
         return [(self._patches(sign), sign.text, {"name": sign.name})]
 
     def draw_group(self, kind: str) -> Sequence[Fact]:
-        """How many shapes have a colour or a form; sizes that occur are equally likely."""
+        """How many shapes have a colour or a form; each count that occurs is equally likely."""
         things = self.scene.things
         groups: list[tuple[list[Thing], str]] = []
         for index, colour in enumerate(COLOURS):
@@ -186,7 +186,7 @@ class _SceneFacts:
         )
 
     def draw_neighbour(self, kind: str) -> Sequence[Fact]:
-        """The digit of the shape beside another one."""
+        """The digit on the shape beside a named shape."""
         neighbours = []
         for anchor in self.scene.things:
             for relation, step in _NEIGHBOURS.items():
@@ -196,13 +196,14 @@ class _SceneFacts:
         if not neighbours:
             return []
         anchor, relation, target = self.rng.choice(neighbours)
-        # Beside: the neighbour's name and then its digit, the steps of a relation.
+        # The answer of "beside" is the neighbour's name, then its digit: the two steps of a
+        # relation.
         name = f"{target.name} " if kind == "beside" else ""
         slots = {"name": anchor.name, "relation": relation}
         return [(self._patches(target, anchor), f"{name}{target.digit}", slots)]
 
     def draw_existence(self) -> Sequence[Fact]:
-        """The name of a shape in the picture (yes), and one that no shape there has (no).
+        """A name that a shape of the scene has ("yes"), and a name that none has ("no").
 
         The latter usually has the colour of one shape and the form of another.
         """
@@ -223,7 +224,7 @@ class _SceneFacts:
         ]
 
     def draw_claim(self, kind: str) -> Sequence[Fact]:
-        """A right and a wrong digit of a shape, or half of the picture that it is in."""
+        """A right and a wrong claim on the digit of a shape, or on the half that it is in."""
         thing = self.rng.choice(self.scene.things)
         name = thing.name
         if kind == "position":
@@ -250,7 +251,7 @@ class _SceneFacts:
         return [(evidence, "yes", true_slots), (evidence, "no", false_slots)]
 
     def _patches(self, *parts: Thing | Sign) -> list[int]:
-        """Patches of all parts: the whole of every sign and the middle of every shape first."""
+        """Patches of all parts: middles of shapes and whole signs first, then other patches."""
         ranked = [
             (rank > 0 and isinstance(part, Thing), index, rank, patch)
             for index, part in enumerate(parts)
@@ -259,7 +260,7 @@ class _SceneFacts:
         return [patch for *_, patch in sorted(ranked)]
 
     def _sides(self, thing: Thing) -> tuple[str, str]:
-        """The halves of the picture that a shape is in."""
+        """The vertical and the horizontal half of the picture that a shape is in."""
         rows, columns = self.cells
         return (
             "upper" if thing.row < rows // 2 else "lower",
@@ -269,9 +270,9 @@ class _SceneFacts:
 
 @dataclass(frozen=True)
 class Questions:
-    """Random questions about a page, or about a scene of `cells` (rows, columns).
+    """Random questions about a page, a clip, or a scene of `cells` (rows, columns).
 
-    `wordings` are texts of every kind, with slots.
+    `wordings` has the texts of every kind, with slots.
     """
 
     rng: random.Random
@@ -282,11 +283,12 @@ class Questions:
     def draw_texts(
         self, weights: Mapping[str, int], number: int, form: str
     ) -> list[Question]:
-        """Draw questions of a training, or phrases; one of each pair, with its text in a form.
+        """Draw `number` questions or phrases for training, only one of each yes/no pair.
 
-        A phrase asks the same as a question in a few words. A fifth of its tokens are answer, of a
-        question's one in twenty, and finding what is named is what a small model takes longest to
-        learn. `weights` are relative frequencies of kinds; `form` has a slot for the question.
+        A phrase asks the same as a question, in a few words. Answers are a fifth of the tokens of
+        phrases, but a twentieth of those of questions, and a small model takes longest to learn to
+        find what is named. `weights` are relative frequencies of kinds; `form` is the text, with a
+        slot for the question.
         """
         texts: list[Question] = []
         while len(texts) < number:
@@ -300,7 +302,7 @@ class Questions:
         return texts
 
     def generate(self, kind: str) -> list[Question]:
-        """One open question, or a yes/no pair; none if the picture has nothing to ask about."""
+        """One open question, or a yes/no pair; none if the picture lacks what `kind` is about."""
         facts: Iterable[Fact]
         match self.content:
             case Clip():
@@ -311,7 +313,8 @@ class Questions:
                 facts = _SceneFacts(self.rng, self.content, self.cells).draw(kind)
         questions = []
         for evidence, answer, slots in facts:
-            # A draw from one wording would advance the generator, on which trained weights depend.
+            # A draw from a single wording would still advance the generator, on which trained
+            # weights depend.
             wording = _PHRASES.get(kind) or self.rng.choice(self.wordings[kind])
             text = wording.format(**slots)
             questions.append(Question(kind, text, answer, tuple(evidence)))
@@ -323,7 +326,7 @@ class Questions:
         rng = self.rng
 
         def places(*parts: Number | Word) -> Sequence[int]:
-            """Tokens of all parts, then of the words that name them."""
+            """Tokens of all parts, then of the words that label them."""
             numbers = [part for part in parts if isinstance(part, Number)]
             names = [name for n in numbers for name in (n.label, n.head)]
             columns = page.size.columns

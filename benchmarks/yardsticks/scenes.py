@@ -26,10 +26,10 @@ PATCH = 14
 CELL_PATCHES = 3
 CELL = PATCH * CELL_PATCHES
 CELLS = 4
-"""Cells per side of mini-LLaVA's images."""
+"""Cells per side of an image of mini-LLaVA."""
 GRID = CELLS * CELL_PATCHES
 PATCHES = GRID**2
-"""N of mini-LLaVA."""
+"""N of an image of mini-LLaVA."""
 
 _TABLES = tomllib.loads(
     Path(__file__).with_name("pictures.toml").read_text(encoding="utf-8")
@@ -40,21 +40,22 @@ GLYPHS = {
     )
     for name, glyphs in _TABLES["glyphs"].items()
 }
-"""Dots (G, 7, 5) of all digits, and of all capitals."""
+"""Dots (G, 7, 5) of all digits, and of all capital letters."""
 COLOURS: tuple[str, ...] = tuple(_TABLES["colours"])
 SHAPES: tuple[str, ...] = tuple(_TABLES["shapes"])
 WORDS: tuple[str, ...] = tuple(_TABLES["words"])
 _PAINTS = (*_TABLES["colours"].values(), *_TABLES["greys"].values())
 _CHARACTERS = torch.cat((GLYPHS["digits"], GLYPHS["letters"]))
 RADII = (8.5, 13.5)
-"""Smallest and largest radius, in pixels, of marks and of the shapes beside them."""
+"""Smallest and largest radius, in pixels, of marks and of the shapes in scenes with marks."""
 MAX_DIGITS = 4
 """Digits of the longest number on a sign."""
 MAX_SHAPES = 13
-"""Shapes in the fullest scene."""
+"""Number of shapes in the fullest scene."""
 
 NEIGHBOURS = ((0, -1), (0, 1), (-1, 0), (1, 0))
-"""(rows, columns) from a cell to the cells on its left, on its right, above and below."""
+"""Steps (rows, columns) from a cell to its neighbours on the left, on the right, above and
+below."""
 
 Style = Literal["scattered", "crowded", "signs", "ring", "bands"]
 TRAINING_STYLES: tuple[Style, ...] = ("scattered", "crowded", "signs")
@@ -70,7 +71,7 @@ _GLYPH_X = 4.2
 _GLYPH_Y = 5.8
 # Forms of marks: star, ring, bar, moon.
 _MARKS = 4
-# A patch belongs to a shape if the shape covers at least this fraction of it.
+# A patch belongs to a shape that covers at least this fraction of it.
 _COVERAGE = 0.15
 
 
@@ -79,8 +80,8 @@ class Thing:
     """One shape: indices into `COLOURS` and `SHAPES`, a digit, a cell, and the exact placement.
 
     `radius` and `shift` (x, y) are in pixels; `shift` is relative to the centre of the cell.
-    `opacity` is the share of paint. A mark has no name: it is grey, of a form of its own, and
-    carries a letter; its indices follow those of colours, shapes and digits.
+    `opacity` is the share of paint. A mark is a grey thing without a name that carries a letter;
+    its indices continue after those of colours, shapes and digits.
     """
 
     colour: int
@@ -94,7 +95,7 @@ class Thing:
 
     @classmethod
     def draw_mark(cls, rng: random.Random, row: int, column: int) -> Thing:
-        """A random mark."""
+        """Draw a random mark."""
         grey = rng.randrange(len(COLOURS), len(_PAINTS))
         form = len(SHAPES) + rng.randrange(_MARKS)
         shift = (rng.uniform(-2.5, 2.5), rng.uniform(-2.5, 2.5))
@@ -103,7 +104,7 @@ class Thing:
 
     @property
     def letter(self) -> int | None:
-        """The letter of a mark, 0 to 25; None of a shape."""
+        """Index of a mark's letter, 0 to 25; None for a shape."""
         return self.digit - len(GLYPHS["digits"]) if self.shape >= len(SHAPES) else None
 
     @property
@@ -113,7 +114,7 @@ class Thing:
 
     @property
     def name_with_article(self) -> str:
-        """Such as "a red square" or "an orange circle"."""
+        """The name with its article, such as "a red square" or "an orange circle"."""
         article = "an" if self.name[0] in "aeiou" else "a"
         return f"{article} {self.name}"
 
@@ -140,7 +141,7 @@ class Sign:
 
 @dataclass(frozen=True)
 class Scene:
-    """Shapes, signs and marks, which nothing is asked about; rendered, also raster patches.
+    """Shapes, signs and marks; no question is about marks. `patches` is empty until it is rendered.
 
     The first patch of a shape is the middle of its cell; a sign's patches are in reading order.
     """
@@ -151,7 +152,7 @@ class Scene:
     patches: Mapping[Thing | Sign, tuple[int, ...]] = field(default_factory=dict)
 
     def neighbour(self, thing: Thing, rows: int, columns: int) -> Thing | None:
-        """The shape so many `rows` down and `columns` right of a shape, if that cell has one."""
+        """The shape `rows` down and `columns` to the right of `thing`, or None."""
         for other in self.things:
             if (other.row, other.column) == (thing.row + rows, thing.column + columns):
                 return other
@@ -159,7 +160,7 @@ class Scene:
 
     @classmethod
     def draw(cls, rng: random.Random, style: Style) -> Scene:
-        """A random scene of few colours and forms, so that most distractors share one of them."""
+        """Draw a scene of few colours and forms, so that most distractors share one of them."""
         cells = [(row, column) for row in range(CELLS) for column in range(CELLS)]
         if style == "ring":
             cells = [cell for cell in cells if {0, CELLS - 1} & {*cell}]
@@ -168,7 +169,7 @@ class Scene:
             axis = 0 if rng.random() < 0.5 else 1
             cells = [cell for cell in cells if cell[axis] % 2 == start]
         rng.shuffle(cells)
-        # Signs, on pairs of free cells side by side.
+        # Signs are placed on pairs of free cells side by side.
         scattered = rng.randint(0, 1)
         counts = {
             "signs": 2,
@@ -191,7 +192,7 @@ class Scene:
             number = tuple(rng.randrange(10) for _ in range(length))
             top = row * CELL_PATCHES + rng.randrange(CELL_PATCHES)
             signs.append(Sign(colours[len(signs)], number, top, start))
-        # Shapes, in cells that are left.
+        # Shapes are placed in the remaining cells.
         ranges = {"signs": (4, 7), "scattered": (5, 9), "crowded": (9, MAX_SHAPES)}
         count = min(len(cells), rng.randint(*ranges.get(style, (5, 8))))
         colour_count = rng.randint(3, 4)
@@ -212,9 +213,9 @@ class Scene:
         radii: tuple[float, float],
         signs: tuple[Sign, ...] = (),
     ) -> Scene:
-        """A scene with `count` of the names (colour, form) in the first cells (row, column).
+        """Place `count` of the names (colour, form) in the first of the cells (row, column).
 
-        `radii` are the smallest and the largest, in pixels.
+        `radii` are the smallest and the largest radius, in pixels.
         """
         digits: list[int] = []
         while len(digits) < count:
@@ -245,15 +246,15 @@ def render_scenes(
     clip: bool = False,
     photographs: bool = False,
 ) -> tuple[Tensor, list[Scene]]:
-    """Images (B, 3, H, W) uint8 of squares of `cells` cells per side; scenes with their patches.
+    """Images (B, 3, H, W) uint8 of scenes on `cells` x `cells` cells, and the scenes with patches.
 
-    The same scenes and seed give the same pixels, those of `clean` ones without their grain, but
-    with their photographs. Those of a `clip` have one background, and one shade for each name.
+    The same scenes and seed give the same pixels; `clean` only leaves out their grain. The images
+    of a `clip` have one background, and one shade for each name.
     """
     generator = torch.Generator().manual_seed(seed)
     grid = cells * CELL_PATCHES
     size = 1 if clip else len(scenes)
-    # Background: tinted grey, blotches of patch size, and checkerboards.
+    # The background has a grey tint, blotches of patch size, and checkerboards.
     tone = 80 + 110 * torch.rand(size, 1, 1, 1, generator=generator)
     tint = 12 * torch.randn(size, 3, 1, 1, generator=generator)
     blotches = 14 * torch.randn(size, 3, grid, grid, generator=generator)
@@ -267,7 +268,8 @@ def render_scenes(
     pixels = tone + tint + blotches + checkered * checker * 35
     if clip:
         pixels = pixels.repeat(len(scenes), 1, 1, 1)
-    if photographs:  # the same draws, so that shades of shapes do not depend on it
+    # Photographs have another generator, so that shades of shapes do not depend on them.
+    if photographs:
         cuttings = cut_photographs(
             random.Random(seed), len(scenes), cells * CELL, cells * CELL
         )
@@ -304,7 +306,7 @@ def render_scenes(
 
 
 def render_characters(seed: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Images (B, 3, H, W) with a digit in every patch; its value and its colour, (B, N) each."""
+    """Images (B, 3, H, W) with a digit in every patch; digits and colours, (B, N) each."""
     generator = torch.Generator().manual_seed(seed)
     digit = torch.randint(10, (size, GRID, GRID), generator=generator)
     colour = torch.randint(len(COLOURS), (size, GRID, GRID), generator=generator)
@@ -325,9 +327,9 @@ def normalize_pixels(images: Tensor) -> Tensor:
 
 @cache
 def _photographs() -> Tensor:
-    """Twelve (12, 3, S, S), S = 504, as 0.7 times what each differs from its mean.
+    """Twelve photographs (12, 3, S, S), S = 504: 0.7 times their difference from their mean.
 
-    Trained weights and splits depend on what `draw_picture` draws.
+    Trained weights and splits depend on the pictures that `draw_picture` draws.
     """
     pictures = [np.asarray(draw_picture(seed, 504, 504)) for seed in range(12)]
     pixels = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float()
@@ -335,7 +337,7 @@ def _photographs() -> Tensor:
 
 
 def cut_photographs(rng: random.Random, count: int, height: int, width: int) -> Tensor:
-    """Cuttings (B, 3, H, W) of photographs, turned, mirrored, and their colours swapped."""
+    """Random crops (B, 3, H, W) of photographs, turned, mirrored, and with swapped colours."""
     cuttings = list[Tensor]()
     for _ in range(count):
         photograph = _photographs()[rng.randrange(len(_photographs()))]
@@ -368,7 +370,7 @@ def _paint_things(
     generator: torch.Generator,
     clip: bool = False,
 ) -> list[tuple[int, ...]]:
-    """Paint shapes of images (B, 3, H, W) and return the patches of each, middle patch first."""
+    """Paint shapes into images (B, 3, H, W); returns the patches of each, middle patch first."""
     image, colour, shape, digit, row, column = torch.tensor(
         [(index, t.colour, t.shape, t.digit, t.row, t.column) for index, t in things]
     ).T
@@ -381,7 +383,8 @@ def _paint_things(
     middle = (across * across + down * down).sqrt()
     turn = torch.atan2(down, across)
     shadow = ((across - 0.7).square() + down.square()).sqrt()
-    # Signed distances of every form in radii, negative inside; first of shapes, then of marks.
+    # Signed distances in radii, negative inside, of the forms of shapes, then of the forms of
+    # marks.
     distances = torch.stack(
         (
             middle - 1.0,
@@ -411,7 +414,7 @@ def _paint_things(
     coverage = inside.view(len(things), CELL_PATCHES, PATCH, CELL_PATCHES, PATCH).mean(
         (2, 4)
     )
-    # The middle patch shows the digit, so it comes first.
+    # The middle patch comes first, because it shows the digit.
     count = CELL_PATCHES**2
     order = torch.tensor(
         [count // 2, *range(count // 2), *range(count // 2 + 1, count)]
@@ -433,7 +436,7 @@ def _paint_characters(
     digit: Tensor,
     generator: torch.Generator,
 ) -> None:
-    """Fill the patches `where` (image, row, column), each (M,), with digits on coloured plates."""
+    """Paint coloured plates with digits over patches `where` (image, row, column), each (M,)."""
     shift = (torch.rand(len(digit), 2, generator=generator) * 2 - 1) * 1.5
     grid = pixels.shape[2] // PATCH
     view = pixels.view(len(pixels), 3, grid, PATCH, grid, PATCH).permute(
@@ -443,7 +446,7 @@ def _paint_characters(
 
 
 def _offsets(side: int, shift: Tensor) -> tuple[Tensor, Tensor]:
-    """Pixels x and y (M, side, side) from the centres of squares, which `shift` (M, 2) moves."""
+    """Pixel offsets x, y (M, side, side) from centres of squares moved by `shift` (M, 2)."""
     axis = torch.arange(side) + 0.5 - side / 2
     x = axis[None, None, :] - shift[:, 0, None, None]
     y = axis[None, :, None] - shift[:, 1, None, None]
@@ -459,9 +462,9 @@ def _mix(
     generator: torch.Generator,
     name: Tensor | None = None,
 ) -> Tensor:
-    """Pixels (M, 3, h, w) of colours with a little noise; digits are centred where x, y are 0.
+    """Pixels (M, 3, h, w) of colours with a little noise; a digit is centred where x and y are 0.
 
-    What has one `name` (M,) has one noise.
+    Rows with the same `name` (M,) get the same noise.
     """
     grid = torch.stack((x / _GLYPH_X, y / _GLYPH_Y), dim=-1)
     ink = F.grid_sample(_CHARACTERS[digit, None], grid, align_corners=False)

@@ -34,13 +34,14 @@ from benchmarks.yardsticks.scenes import (
 )
 from benchmarks.yardsticks.training import UNLABELLED, Recipe, TextBatch
 
-# Scenes of the phrase stage start with two shapes in few tokens and are complete at this step.
+# Scenes of the phrase stage start with two shapes in few tokens, and are complete from this step
+# on.
 _CURRICULUM_STEPS = 700
 _CURRICULUM_TOKENS = 12
-# At CLIP's scale of 0.02 the position table is drowned by the patches.
+# With CLIP's scale of 0.02, the position table would be drowned by the patches.
 _POSITION_SCALE = 0.5
 _PHRASES_PER_IMAGE = 3
-# Logits of pointing over the patches are cosines times this.
+# Scale from cosines to the logits of pointing over the patches.
 _POINTING_SCALE = 16.0
 
 _BEFORE_IMAGE, _, _BEHIND_IMAGE = PROMPT["minillava"]
@@ -63,11 +64,11 @@ _FIELDS: dict[str, int] = {
 }
 """Fields of dense labels of patches, and their numbers of classes.
 
-kind: 0 background, 1 shape, 2 sign; row and column in cells; slot: position within the number;
-length: digits of the number minus two; centre: 1 on the middle patch of a shape, 0 on its others;
-digit: on a sign's patches and on the middle patch of a shape only, so that no other patch learns to
-repeat it; near: colour and form of the shapes on the left, on the right, above and below, the last
-class where there is none.
+kind: 0 background, 1 shape, 2 sign; row and column: in cells; slot: position of a digit within the
+number; length: digits of the number minus two; centre: 1 on the middle patch of a shape, 0 on its
+others; digit: only on a sign's patches and on the middle patch of a shape, so that no other patch
+learns to repeat it; near: colour and form of the shapes on the left, on the right, above and below,
+or the last class if there is none.
 """
 _FIELD_WEIGHTS = {name: 0.5 for name in _FIELDS if name.startswith("near")} | {
     "digit": 2.0
@@ -75,7 +76,7 @@ _FIELD_WEIGHTS = {name: 0.5 for name in _FIELDS if name.startswith("near")} | {
 
 
 def _penultimate_states(clip: CLIPModel, images: Tensor) -> Tensor:
-    """Hidden states (B, 1 + N, Dv) before the last layer, which LLaVA reads."""
+    """Hidden states (B, 1 + N, Dv) before CLIP's last layer; LLaVA reads these."""
     tower = clip.vision_model
     hidden = tower.pre_layrnorm(tower.embeddings(scenes.normalize_pixels(images)))
     for layer in tower.encoder.layers[:-1]:
@@ -88,10 +89,10 @@ def _draw_scenes(
 ) -> tuple[Tensor, list[Scene]]:
     """Images (B, 3, H, W) and scenes in the arrangements of training.
 
-    `max_shapes` makes them easier: each scene keeps at most so many shapes, and every second one
-    on average has a single form or a single colour, so that only the other word of a name tells two
-    shapes apart. Without such scenes a small model learns to find a shape by the last word of its
-    name, is right half of the time, and stays there.
+    `max_shapes` makes scenes easier: each keeps at most that many shapes. In about half of them all
+    shapes have the same form or the same colour, so that only the other word of a name tells them
+    apart. Without such scenes a small model learns to find a shape by the last word of its name, is
+    right half of the time, and never gets better.
     """
     rng = random.Random(seed)
     drawn = [Scene.draw(rng, rng.choice(scenes.TRAINING_STYLES)) for _ in range(size)]
@@ -152,7 +153,7 @@ def _label_patches(drawn: Sequence[Scene]) -> Tensor:
 
 
 def _draw_phrases(seed: int, drawn: Sequence[Scene]) -> tuple[list[str], Tensor]:
-    """B * P phrases that name one part of a scene each, then B captions of three parts.
+    """B * P phrases that each name one part of a scene, then B captions of three parts.
 
     Targets (B, P, N) spread a weight of one over the patches that a phrase names. The text tower is
     trained on such phrases and never on questions, so its relevance to a whole question is good but
@@ -195,11 +196,11 @@ def _draw_texts(
     drawn: Sequence[Scene],
     budget: int | None = None,
 ) -> tuple[Tensor, TextBatch]:
-    """Raster patches (B, K) that are kept, and texts about every scene.
+    """Kept raster patches (B, K), and texts about every scene.
 
-    Questions and phrases are asked; with a `budget` phrases only, and as many patches are kept:
-    shapes' middles and whole signs first. Phrases go on beside the questions, for what they have
-    not taught yet and against forgetting.
+    The texts are questions and phrases, and all patches are kept. With a `budget` they are only
+    phrases, and this many patches are kept: middles of shapes and whole signs first. Phrases
+    continue beside the questions, because they still teach something and prevent forgetting.
     """
     rng = random.Random(seed + 1)
     phrases = recipe.phrases["scenes"]
@@ -228,7 +229,7 @@ def _draw_texts(
 class _Trainer:
     """Both untrained models, and the loss of every stage of a recipe.
 
-    A loss is of one batch, by its seed and the number of the step.
+    A loss is that of one batch, given its seed and the number of the step.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -253,7 +254,7 @@ class _Trainer:
         self.model = LlamaForCausalLM(config.text_config)
 
     def reading_loss(self, seed: int, step: int) -> Tensor:
-        """The digit and the colour of every patch of images of digits."""
+        """Loss of reading the digit and the colour of every patch, in images of digits."""
         size = self._recipe.stages[0].images
         images, digit, colour = scenes.render_characters(seed, size)
         fields = list(_FIELDS)
@@ -264,7 +265,7 @@ class _Trainer:
         return self.heads.loss(patches, labels, {"colour": 0.3})
 
     def tower_loss(self, seed: int, step: int) -> Tensor:
-        """Dense classes, pointing from phrases, and image-caption contrast."""
+        """Loss of dense classes, of pointing from phrases, and of image-caption contrast."""
         clip = self.clip
         vision = clip.vision_model
         images, drawn = _draw_scenes(seed, self._recipe.stages[1].images)
@@ -295,7 +296,7 @@ class _Trainer:
         return dense + 0.5 * pointing + 0.1 * contrast
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
-        """Projections (B, Dp) of texts by the text tower."""
+        """Projections (B, Dp) of texts from the text tower."""
         end = self.clip.config.text_config.eos_token_id
         ids = [self._clip_words.encode(text).ids for text in texts]
         longest = max(map(len, ids))
@@ -304,8 +305,9 @@ class _Trainer:
         return self.clip.text_projection(output.pooler_output)
 
     def phrase_loss(self, seed: int, step: int) -> Tensor:
-        """Answers to phrases; scenes are easy and patches few at first."""
-        # A low rate at first: among many tokens, attention joins the words of a name only slowly.
+        """Loss of answers to phrases; at first scenes are easy and patches few."""
+        # Progress is slow at first, because attention among many tokens is slow to join the words
+        # of a name.
         progress = min(1.0, step / _CURRICULUM_STEPS) ** 2
         shapes = 2 + round((scenes.MAX_SHAPES - 2) * progress)
         budget = _CURRICULUM_TOKENS + round((PATCHES - _CURRICULUM_TOKENS) * progress)
@@ -313,7 +315,7 @@ class _Trainer:
         return self._answer_loss(seed, images, drawn, budget)
 
     def question_loss(self, seed: int, step: int) -> Tensor:
-        """Answers to questions and phrases, with all patches."""
+        """Loss of answers to questions and phrases, with all patches."""
         images, drawn = _draw_scenes(seed, self._recipe.stages[3].images)
         return self._answer_loss(seed, images, drawn)
 
@@ -324,7 +326,7 @@ class _Trainer:
         drawn: Sequence[Scene],
         budget: int | None = None,
     ) -> Tensor:
-        """Cross entropy on answer tokens behind the lead and the image tokens that are kept."""
+        """Cross entropy on answer tokens that follow the lead and the kept image tokens."""
         selection, texts = _draw_texts(seed, self._recipe, self._words, drawn, budget)
         lead = torch.tensor(self._words.encode(_BEFORE_IMAGE).ids)
         count = len(selection)

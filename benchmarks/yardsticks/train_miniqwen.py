@@ -35,9 +35,9 @@ _QWEN = CHECKPOINTS["miniqwen"]
 _LEAD, _, _REST = PROMPT["miniqwen"]
 _BETWEEN, _BEHIND = _REST.split("{question}")
 
-# Share of the steps of the last stage in which tokens are dropped, at full size.
+# Share of the last stage's full-size steps in which tokens are dropped.
 _DROPOUT = 0.3
-# The phrase stage starts with few shapes, words and tokens, and has all of them at this step.
+# The phrase stage starts with few shapes, words and tokens, and has all of them from this step on.
 _CURRICULUM_STEPS = 300
 _FEWEST = 4
 _FEWEST_TOKENS = 16
@@ -47,19 +47,19 @@ _LANGUAGE_WIDTH = 192
 _VOCABULARY = 768
 _POSITION_GRID = 16
 _POSITION_SCALE = 0.6
-# Where the heads of the first four layers look at the start, in rows and columns from a patch; None
-# is anywhere. From a start without preference, a tower did not learn in 600 steps to look at the
-# patch beside, which has the other digit of a number.
+# Where heads of the first four layers attend at the start, in rows and columns from a patch; None
+# is anywhere. Towers without such a start did not learn in 600 steps to attend to the neighbouring
+# patch, which has the other digit of a number.
 _LOOKS = (*[((0, -1), (0, 1), (-1, 0), (1, 0))] * 2, *[((0, None), (None, 0))] * 2)
 _LOOK_STRENGTH = 33.0
 _LOOK_FREQUENCIES = 3
 _MATCH_HEADS = 4
 _MATCH_SCALE = 1.7
 _TURN = math.pi / 3
-# At the scale of the other weights, outputs of untrained layers would drown the embeddings.
+# With the scale of the other weights, outputs of untrained layers would drown the embeddings.
 _OUTPUT_SCALE = 0.3
 _MLP_SCALE = 0.1
-# Naming's logits are cosines times this; a token of three names has a cosine of 0.58 with each.
+# Scale from cosines to the logits of naming; a token of three names has a cosine of 0.58 with each.
 _NAMING_SCALE = 20.0
 _NAMING_WEIGHT = 0.3
 
@@ -78,13 +78,13 @@ _FIELDS: dict[str, int] = {
 }
 """Fields of dense labels of patches, and their numbers of classes.
 
-kind: 0 background, 1 word, 2 number, 3 shape, 4 a mark or nonsense; word: of a word itself, of a
-number the word beside it; head: of a number in a table the word above it, the last class elsewhere;
-letter: of a mark, and the first one of nonsense.
+kind: 0 background, 1 word, 2 number, 3 shape, 4 mark or nonsense; word: the word itself or, on a
+number, the word beside it; head: on a number of a table, the word above it, elsewhere the last
+class; letter: that of a mark, or the first one of nonsense.
 """
 _FIELD_WEIGHTS = {"digit": 2.0, "tens": 1.5, "units": 1.5, "word": 1.5, "letter": 0.5}
 _DIGITS = tuple(map(str, range(10)))
-# Texts of every class of the fields that have a word, each one token.
+# Names of the classes of the fields that have any; each name is one token.
 _NAMES: dict[str, Sequence[str]] = {
     "word": [f" {word}" for word in WORDS],
     "head": [f" {word}" for word in WORDS],
@@ -100,7 +100,8 @@ _NAMES: dict[str, Sequence[str]] = {
 class _Pictures:
     """Pictures of one size, and the size at which the model sees them.
 
-    patches (B, N, MERGE², 3 · PATCH²) and labels (fields, B, N · MERGE²) are of the latter.
+    patches (B, N, MERGE², 3 · PATCH²) and labels (fields, B, N · MERGE²) have the size that is
+    seen.
     """
 
     size: Size
@@ -110,9 +111,9 @@ class _Pictures:
     contents: Sequence[Scene | Page]
 
     def encode(self, tower: Qwen3VLVisionModel) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """States (B, P, Dv) of the last layer, rows (B, N, D) for the first layer and the next."""
+        """States (B, P, Dv) of the last layer, rows (B, N, D) for layer 0, deepstack rows."""
         count = len(self.contents)
-        # Both frames of a patch are the same.
+        # Both frames of a patch are equal.
         frames = (
             self.patches.flatten(0, 2).unflatten(1, (3, 1, -1)).expand(-1, -1, 2, -1)
         )
@@ -132,10 +133,11 @@ class _Pictures:
     def draw_texts(
         self, seed: int, recipe: Recipe, budget: int, phrases_only: bool
     ) -> tuple[Tensor, list[list[Question]]]:
-        """Image tokens (B, K) that are kept, and questions and phrases about every picture.
+        """Kept image tokens (B, K), and questions and phrases about every picture.
 
-        Tokens are only dropped at full size: those that nothing is asked about before the others
-        or, where questions are asked, as far as their evidence allows.
+        With phrases only, tokens are dropped at full size, those that no text is about before the
+        others. Otherwise tokens are dropped down to `budget`, and questions without their evidence
+        are left out.
         """
         rng = random.Random(seed + 1)
         seen = self.seen
@@ -178,10 +180,11 @@ def _draw_pictures(
     plain: bool = False,
     maximum: int | None = None,
 ) -> _Pictures:
-    """Draw scenes and then pages; `plain` pages are full ones.
+    """Draw scenes, then pages; with `plain` all pages are full ones.
 
-    `views` are shares of pictures seen with all tokens, a half, fourth, eighth and sixteenth.
-    `maximum` makes them easier: scenes of at most so many shapes, pages of at most so many words.
+    `views` are weights of seeing pictures with all tokens, or a half, fourth, eighth or sixteenth
+    of them. `maximum` makes pictures easier: it limits the shapes of a scene and the words of a
+    page.
     """
     # All batches of a step have the same sizes.
     rng = random.Random(seed // training.PARTS)
@@ -209,7 +212,7 @@ def _draw_pictures(
 
 
 _Item = Sequence[float]
-"""A shape, mark or text: index of the picture, centre and half extents in pixels, labels."""
+"""A shape, mark or text: index of its picture, centre and half extents in pixels, and labels."""
 
 
 def _list_scene_items(index: int, scene: Scene, size: Size) -> Iterator[_Item]:
@@ -250,12 +253,12 @@ def _list_page_items(
 
 
 def _label(**fields: int) -> list[int]:
-    """Values of all fields in their order, unlabelled where none is named."""
+    """Labels of all fields in their order; fields without a value are unlabelled."""
     return [int(fields.get(name, UNLABELLED)) for name in _FIELDS]
 
 
 def _label_patches(items: Tensor, count: int, size: Size, seen: Size) -> Tensor:
-    """Labels (fields, B, P) of items (M, 5 + fields); a patch of two items has a kind only."""
+    """Labels (fields, B, P) from items (M, 5 + fields); a patch of two items has only a kind."""
     # Centres (P, 2) in pixels, x and y, of all patches in the order of their tokens.
     patch = torch.arange(seen.tokens * MERGE * MERGE)
     token = patch // (MERGE * MERGE)
@@ -277,7 +280,8 @@ def _label_patches(items: Tensor, count: int, size: Size, seen: Size) -> Tensor:
     covers.index_put_((image, patch), torch.ones_like(patch), accumulate=True)
     labels[:, image, patch] = items[item, 5:].T.long()
     labels[1:, covers > 1] = UNLABELLED
-    # A shape's digit is in its middle, where no copy of it is; a text's labels are in all patches.
+    # A shape's digit labels only its middle, which shows it; labels of a text are on all of its
+    # patches.
     off_centre = (distance[item, patch].abs() >= PATCH / 2).any(-1)
     off_centre &= items[item, 3] == items[item, 4]
     for field in ("digit", "letter"):
@@ -287,7 +291,7 @@ def _label_patches(items: Tensor, count: int, size: Size, seen: Size) -> Tensor:
 
 
 def _build_model() -> Qwen3VLForConditionalGeneration:
-    """The untrained model, with heads that look at neighbours and at what shows a word."""
+    """The untrained model, whose heads start by attending to neighbours and to tokens of a word."""
     model = Qwen3VLForConditionalGeneration(AutoConfig.from_pretrained(_QWEN))
     tower = model.model.visual
     language = model.model.language_model
@@ -296,12 +300,13 @@ def _build_model() -> Qwen3VLForConditionalGeneration:
     with torch.no_grad():
         waves = training.position_waves(_POSITION_GRID, _VISION_WIDTH)
         tower.pos_embed.weight.copy_(waves * _POSITION_SCALE)
-        # Biases of queries and keys, so that rotation gives heads their first looks.
+        # Biases of queries and keys that, with rotary positions, give heads their first direction.
         frequencies = tower.rotary_pos_emb.inv_freq[:_LOOK_FREQUENCIES]
         strength = _LOOK_STRENGTH**0.5
         for block, looks in zip(tower.blocks, _LOOKS, strict=False):
             bias = block.attn.qkv.bias.view(3, block.attn.num_heads, 2, 2, -1)
-            # Halves of a rotated pair come first, then rows and columns, then frequencies.
+            # In a rotated vector, halves of pairs come first, then rows and columns, then
+            # frequencies.
             for head, look in enumerate(looks):
                 for axis, offset in enumerate(look):
                     if offset is not None:
@@ -313,8 +318,8 @@ def _build_model() -> Qwen3VLForConditionalGeneration:
                         bias[1, head, 1, axis, :_LOOK_FREQUENCIES] = (
                             strength * angles.sin()
                         )
-        # Keys and values undo the rotation of `_image_basis`, so that a word finds image tokens
-        # before itself, and what they show is added in the basis of words.
+        # Keys and values undo the rotation of `_image_basis`, so that a word finds earlier image
+        # tokens, and what these show is added in the basis of words.
         for layer in language.layers:
             attention = layer.self_attn
             rows = _MATCH_HEADS * attention.head_dim
@@ -331,10 +336,10 @@ def _build_model() -> Qwen3VLForConditionalGeneration:
 
 @cache
 def _image_basis() -> Tensor:
-    """A fixed rotation (D, D) from embeddings of words to image tokens that show them.
+    """A fixed rotation (D, D) from the embeddings of words to image tokens that show them.
 
-    Every vector turns by `_TURN`, so a token has a cosine with the word for what it shows, which
-    policies that read the question can find.
+    Every vector turns by `_TURN`, so an image token still has a positive cosine with the word for
+    what it shows; policies that read the question can find it.
     """
     generator = torch.Generator().manual_seed(0)
     axes = torch.linalg.qr(
@@ -351,11 +356,11 @@ def _naming_loss(
 ) -> Tensor:
     """Cross entropy of the cosines of rows (B, N, D) with the embeddings of what they show.
 
-    It ties image tokens to the words for what they show: without it the language model has to find
-    by chance which of many image tokens a word is about. The rows are in the basis of image tokens;
-    labels (fields, B, N · MERGE²).
+    It ties image tokens to the words for what they show. Without it the language model would have
+    to find by chance which of many image tokens a word is about. The rows are in the basis of image
+    tokens; labels are (fields, B, N · MERGE²).
     """
-    # Shares (B, N, V) of the words and digits for what each image token shows.
+    # Shares (B, N, V) of the words and digits that name what each image token shows.
     _, count, patches = labels.shape
     shares = torch.zeros(count, patches // MERGE**2, _VOCABULARY)
     fields = dict(zip(_FIELDS, labels, strict=True))
@@ -376,7 +381,7 @@ def _naming_loss(
 class _Trainer:
     """The untrained model, and the loss of every stage of a recipe.
 
-    A loss is of one batch, by its seed and the number of the step.
+    A loss is that of one batch, given its seed and the number of the step.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -398,14 +403,14 @@ class _Trainer:
         return self.heads.loss(states, pictures.labels, _FIELD_WEIGHTS)
 
     def naming_loss(self, seed: int, step: int) -> Tensor:
-        """The mergers' rows become those of the words that a picture shows."""
+        """Loss that turns the mergers' rows into those of the words for what a picture shows."""
         stage = self._recipe.stages[2]
         pictures = _draw_pictures(seed, stage.views, stage.images, stage.images)
         _, rows, _ = pictures.encode(self._tower)
         return _naming_loss(self._words, rows, self._embed.weight, pictures.labels)
 
     def phrase_loss(self, seed: int, step: int) -> Tensor:
-        """Answers to phrases; pictures are easy and tokens few at first."""
+        """Loss of answers to phrases; at first pictures are easy and tokens few."""
         progress = min(1.0, step / _CURRICULUM_STEPS) ** 2
         pictures = self._draw_halves(
             3, seed, _FEWEST + round((len(WORDS) - _FEWEST) * progress)
@@ -416,7 +421,7 @@ class _Trainer:
         return self._answer_loss(seed, pictures, budget, phrases_only=True)
 
     def question_loss(self, seed: int, step: int) -> Tensor:
-        """Answers to questions and phrases; some steps drop tokens of pictures at full size."""
+        """Loss of answers to questions and phrases; some steps drop tokens at full size."""
         rng = random.Random(seed // training.PARTS)
         pictures = self._draw_halves(4, seed)
         budget = pictures.seen.tokens
@@ -427,7 +432,7 @@ class _Trainer:
     def _draw_halves(
         self, number: int, seed: int, maximum: int | None = None
     ) -> _Pictures:
-        """Pictures of a stage, of which half are scenes."""
+        """Draw the pictures of a stage; half of them are scenes."""
         stage = self._recipe.stages[number]
         scenes = stage.images // 2
         return _draw_pictures(
@@ -437,7 +442,7 @@ class _Trainer:
     def _answer_loss(
         self, seed: int, pictures: _Pictures, budget: int, phrases_only: bool
     ) -> Tensor:
-        """Cross entropy on answer tokens behind image tokens of a budget, and naming's loss."""
+        """Cross entropy on answer tokens after `budget` image tokens, and the loss of naming."""
         words = self._words
         embed = self._embed
         selection, questions = pictures.draw_texts(

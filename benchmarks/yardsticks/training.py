@@ -1,6 +1,6 @@
-"""What all trainings share: the stages, the optimiser, dense labels, texts and their loss.
+"""Shared parts of all trainings: stages, the optimiser, dense labels, texts and their loss.
 
-What is drawn for a step depends on seed, stage and step alone, so one seed gives bit-identical
+The random draws of a step depend only on seed, stage and step, so one seed gives bit-identical
 weights.
 """
 
@@ -30,19 +30,19 @@ from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.record_file import FrozenModel
 
 PARTS = 2
-"""Batches of a step, whose gradients are averaged; a thread computes each."""
+"""Number of batches of a step, whose gradients are averaged; each is computed by a thread."""
 UNLABELLED = -1
 
 _LOG_EVERY = 50
-# Matrices that AdamW updates: orthogonal steps do not help embeddings and classifier heads.
+# Matrices that AdamW updates, because orthogonal steps do not help embeddings and classifier heads.
 _TABLES = ("embed", "lm_head", "heads")
-# Values of `blocks` for the shared prefix, and for padding.
+# Values of `blocks` for the shared prefix and for padding.
 _PREFIX = -1
 _PADDING = -2
 
 
 class _Stage(FrozenModel):
-    """One stage of a recipe; `recipes.toml` says what the fields mean."""
+    """One stage of a recipe; `recipes.toml` explains the fields."""
 
     name: str
     steps: int
@@ -55,7 +55,7 @@ class _Stage(FrozenModel):
     def rate(self, step: int) -> float:
         """Learning rate of a step: it warms up, stays, and falls to 2 % of its peak at the end.
 
-        It falls late, after the kinds of question that are learnt late have begun to improve.
+        It falls late, after the kinds of question that take longest to learn have begun to improve.
         """
         progress = step / self.steps
         share = 1.0
@@ -67,7 +67,7 @@ class _Stage(FrozenModel):
 
 
 class Recipe(FrozenModel):
-    """Stages, and relative frequencies of kinds by what a picture shows."""
+    """Stages of a training, and relative frequencies of kinds by content of the picture."""
 
     stages: tuple[_Stage, ...]
     questions: Mapping[str, Mapping[str, int]]
@@ -75,7 +75,7 @@ class Recipe(FrozenModel):
 
     @classmethod
     def read(cls, model: Model) -> Recipe:
-        """The recipe of a model."""
+        """Read the recipe of a model."""
         path = Path(__file__).with_name("recipes.toml")
         return cls.model_validate(
             tomllib.loads(path.read_text(encoding="utf-8"))[model]
@@ -109,9 +109,9 @@ class _Optimiser:
         )
 
     def step(self, rate: float) -> None:
-        """Update all parameters by their gradients, which are cleared.
+        """Update all parameters by their gradients, and clear these.
 
-        A gradient that is not finite changes nothing.
+        If any gradient is not finite, no parameter changes.
         """
         norm = nn.utils.clip_grad_norm_(self._parameters, 1.0)
         for optimiser in self.optimisers:
@@ -131,7 +131,7 @@ class Training:
 
     @classmethod
     def start(cls, model: Model, train: Callable[[Training], None]) -> None:
-        """Train a model as the command line says."""
+        """Train a model with the options of the command line."""
         parser = CommandParser(description=f"Train {model}.")
         parser.add_argument(
             "--out",
@@ -141,7 +141,7 @@ class Training:
         )
         parser.add_argument("--seed", type=int, default=7, help="seed of the run")
         torch.set_flush_denormal(True)
-        # Two batches at once use two cores better than two threads do in a single one.
+        # Two batches in parallel use two cores better than a single one with two threads.
         torch.set_num_threads(1)
         train(cls(Recipe.read(model), **vars(parser.parse_args())))
 
@@ -151,11 +151,11 @@ class Training:
         modules: Mapping[str, nn.Module],
         loss: Callable[[int, int], Tensor],
     ) -> None:
-        """Train what requires gradients of the modules in one stage.
+        """Train, in one stage, the parameters of the modules that require gradients.
 
-        `loss` is of a batch, by its seed and the number of the step. In float32, because a step of
-        bfloat16 takes twice as long on a CPU without its arithmetic. A stage that was stopped
-        goes on from its last log line.
+        `loss` returns the loss of a batch from the batch's seed and the number of the step.
+        Training is in float32, because a step in bfloat16 takes twice as long on a CPU without
+        bfloat16 arithmetic. A stage that was stopped continues after its last log line.
         """
         stage = self.recipe.stages[number]
         optimiser = _Optimiser(modules)
@@ -172,7 +172,7 @@ class Training:
             print(f"[{stage.name}] {done}/{stage.steps} from {checkpoint}", flush=True)
 
         def add_gradients(step: int, part: int) -> float:
-            # Always within the range of seeds that the held-out splits leave to the training.
+            # All seeds stay within the range that the held-out splits leave to training.
             seed = (((self.seed % 128) * 8 + number) * 2**17 + step) * PARTS + part
             value = loss(seed, step)
             (value / PARTS).backward()
@@ -180,7 +180,7 @@ class Training:
 
         workers = ThreadPoolExecutor(PARTS)
         for step in range(done, stage.steps):
-            # A sum of two gradients does not depend on which of them comes first.
+            # The sum of two gradients does not depend on which one is ready first.
             parts = workers.map(partial(add_gradients, step), range(PARTS))
             losses.append(fmean(parts))
             optimiser.step(stage.rate(step))
@@ -201,7 +201,7 @@ class Training:
     ) -> None:
         """Write weights in bf16 beside the committed checkpoint's configuration and tokenizer.
 
-        Modules are by the prefix of their weights' names.
+        `modules` are by the prefix of the names of their weights.
         """
         folder = self.out / part
         ignored = shutil.ignore_patterns("*.safetensors")
@@ -210,7 +210,8 @@ class Training:
             prefix + name: value.detach().to(torch.bfloat16).contiguous().clone()
             for prefix, module in modules.items()
             for name, value in module.state_dict().items()
-            # A table of positions is no weight, and mini-Qwen3-VL's head is tied to the embeddings.
+            # Tables of positions are not weights, and mini-Qwen3-VL's head is tied to its
+            # embeddings.
             if not name.endswith("position_ids")
             and (prefix or name != "lm_head.weight")
         }
@@ -229,8 +230,8 @@ def _attend_in_place(
 ) -> tuple[Tensor, None]:
     """Eager attention (B, H, T, D) → (B, T, H, D) with fewer passes over (B, H, T, T).
 
-    It scales the queries instead of the weights and stays in the inputs' type throughout, which
-    saves a good part of a training step on a CPU.
+    It scales the queries instead of the weights and keeps the inputs' dtype throughout. Both save a
+    good part of a training step on a CPU.
     """
     weights = (query * scaling) @ key.transpose(2, 3)
     if attention_mask is not None:
@@ -259,7 +260,7 @@ class DenseHeads(nn.Module):
     """Linear classifiers of single patches, which exist during training only."""
 
     def __init__(self, width: int, fields: Mapping[str, int]) -> None:
-        """`fields` has the number of classes of each classifier."""
+        """`fields` has the number of classes of each classifier, by name."""
         super().__init__()
         self._fields = fields
         self.norm = nn.LayerNorm(width)
@@ -268,7 +269,7 @@ class DenseHeads(nn.Module):
     def loss(
         self, patches: Tensor, labels: Tensor, weights: Mapping[str, float]
     ) -> Tensor:
-        """Weighted sum of the fields' cross entropies.
+        """Weighted sum of the fields' cross entropies; a field without a weight has weight 1.
 
         patches (B, N, D); labels (fields, B, N), `UNLABELLED` where a field does not apply.
         """
@@ -286,9 +287,9 @@ class DenseHeads(nn.Module):
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Sequences of question blocks (B, L) that follow a shared prefix; padded on the right.
+    """Sequences (B, L) of question blocks that follow a shared prefix, padded on the right.
 
-    `labels` are the tokens that follow, at answers only; `blocks` numbers the questions.
+    `labels` has the next token at the positions of answers only; `blocks` numbers the questions.
     """
 
     texts: Tensor
@@ -305,12 +306,12 @@ class TextBatch:
         end: str,
         pad: str,
     ) -> TextBatch:
-        """Tokenise the questions about each picture, with their answers, into one block each.
+        """Tokenise the questions about each picture, each with its answer as a block.
 
-        `start` is the position of every block; `end` is the token behind every answer.
+        `start` is the first position of every block; `end` is the token after every answer.
         """
         end_id, pad_id = (tokenizer.encode(token).ids[0] for token in (end, pad))
-        # Of every token: id, label, position, block.
+        # Each token of a sequence is (id, label, position, block).
         sequences: list[list[tuple[int, ...]]] = []
         for questions in pictures:
             sequence: list[tuple[int, ...]] = []
@@ -347,8 +348,8 @@ class TextBatch:
     ) -> tuple[Tensor, BaseModelOutput]:
         """Cross entropy on answer tokens, and the output of the model's language model.
 
-        All blocks follow the embeddings of a prefix (B, P, D) at positions (..., B, P); `inputs`
-        are other arguments of the language model.
+        All blocks follow the prefix embeddings (B, P, D) at positions (..., B, P); `inputs` are
+        other arguments of the language model.
         """
         count = prefix.shape[1]
         own_positions = self.positions.expand(*positions.shape[:-1], -1)

@@ -1,4 +1,4 @@
-"""A yardstick: a small trained model with questions, encoded once and scored in any case."""
+"""A yardstick: a small trained model with questions, scored with any selection of tokens."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from vllm_autoprune.tpdsl.tokens import Need, Positions, VisualTokens, Words
 
 @dataclass(frozen=True)
 class Budget:
-    """K as a share of N, and its name in tables."""
+    """K as a share of N, and the share's name in tables."""
 
     label: str
     share: Fraction
 
     def tokens(self, count: int) -> int:
-        """K of an image of N tokens, rounded down."""
+        """K of an image of ``count`` = N tokens, rounded down."""
         return max(1, int(self.share * count))
 
 
@@ -51,12 +51,12 @@ ALL_TOKENS = Budget("all", Fraction(1))
 
 @dataclass(frozen=True)
 class Case:
-    """One way to choose tokens, at one budget: a state or, by its name, a control.
+    """One way to choose tokens, at one budget: a state or, if ``state`` is None, a control.
 
-    Controls are all tokens (``full``), the image ``resized`` to K, K tokens at ``random``, and
-    those that the answer is in before them (``oracle``).
-    ``base`` is the base policy that a state refines, or the case that ranks after the merger where
-    this one ranks before it: the one it is compared with.
+    The name of a control is ``full`` (all tokens), ``resized`` (the image resized to K), ``random``
+    (K random tokens) or ``oracle`` (the tokens that hold the answer, then random ones). ``base``
+    names the case with which this one is compared: the base policy that its state refines or, if it
+    ranks tokens before the patch merger, the same state with tokens ranked after it.
     """
 
     name: str
@@ -69,8 +69,8 @@ class Case:
 class Scores:
     """Scores of the reference answers to M questions, each about an image of K tokens.
 
-    correct (M,) bool: greedy decoding gives exactly the reference answer and then stops; logprob
-    (M,) float32: natural logarithm of the probability of the answer and its end token.
+    correct (M,) bool: whether greedy decoding gives exactly the reference answer and then stops;
+    logprob (M,) float32: natural logarithm of the probability of the answer and its end token.
     """
 
     correct: Tensor
@@ -80,11 +80,12 @@ class Scores:
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """Questions about a few images, with all that policies read of them, one row a question.
+    """Questions about a few images, and the inputs of policies, with one row for each question.
 
-    ``score_kept`` scores the answers given raster tokens ``(M, P)`` with rows ``(M, K, D)``, the
-    first P of which are theirs, at places ``(M, K)`` of the whole image, None for one after the
-    other; ``score_resized`` given the images resized to K tokens.
+    ``score_kept`` scores the answers for raster tokens ``(M, P)`` with feature rows ``(M, K, D)``;
+    the first P rows belong to these tokens. Its third argument has the places ``(M, K)`` of the
+    rows in the whole image, or is None if they are packed. ``score_resized`` scores the answers for
+    the images resized to K tokens.
     """
 
     batch: Sequence[Example]
@@ -94,7 +95,7 @@ class EncodedBatch:
 
     @torch.no_grad()
     def score(self, case: Case) -> Scores:
-        """Score the answers to all questions of the batch in one case."""
+        """Score the answers to all questions of the batch with the tokens of ``case``."""
         tokens = self.tokens
         count = tokens.count
         budget = case.budget.tokens(count)
@@ -109,7 +110,8 @@ class EncodedBatch:
         else:
             rows = []
             for example in self.batch:
-                # Fixed for each question.
+                # The seed depends only on the question, so that its random tokens are always the
+                # same.
                 rng = random.Random(f"{example.image_id} {example.question}")
                 evidence = example.evidence if case.name == "oracle" else ()
                 rows.append(keep_first(rng, evidence, budget, count))
@@ -122,7 +124,7 @@ class EncodedBatch:
 def place_rows(
     positions: Positions, refined: RefinedTokens, count: int
 ) -> Tensor | None:
-    """Places ``(M, K)`` of rows in images of N = ``count`` tokens; None for one after the other."""
+    """Places ``(M, K)`` of rows in images of N = ``count`` tokens; None if rows are packed."""
     if positions == "packed":
         return None
     if positions == "true":
@@ -132,13 +134,14 @@ def place_rows(
 
 
 class Yardstick(ABC):
-    """A checkpoint with its questions, loaded at first use.
+    """A small model with its questions; the checkpoint is loaded at first use.
 
     ``key`` is the model's name in commands, ``search_result`` the state that a search found on it.
-    ``usual_tokens`` is N of a usual image, and ``available`` are the inputs that a
-    server of this backbone gives to policies. ``equal_policies`` keep the tokens of another base
-    policy on this model, and have no row. ``images_per_batch`` images may be encoded together.
-    ``has_one_axis`` says that positions have one, so that kept tokens may be packed.
+    ``usual_tokens`` is N of a usual image. ``available`` has the inputs that a server of this
+    backbone gives to policies. ``equal_policies`` are base policies that keep the same tokens as
+    another one on this model, so they get no row. At most ``images_per_batch`` images are encoded
+    together. ``has_one_axis`` says whether positions have a single axis, so that kept tokens may be
+    packed.
     """
 
     name: ClassVar[str]
@@ -152,41 +155,41 @@ class Yardstick(ABC):
     has_one_axis: ClassVar[bool] = False
 
     def __init__(self, checkpoint: Path | None = None) -> None:
-        """Without a checkpoint, the committed one."""
+        """``checkpoint``: folder of the model; None is the committed one."""
         self._checkpoint = checkpoint or CHECKPOINTS[self.key]
 
     @cached_property
     def model(self) -> str:
-        """Name and digest of the weights, as in the evidence of shipped states."""
+        """Name of the model and digest of its weights, as in the evidence of shipped states."""
         return f"{self.name} {weights_digest(self._checkpoint)}"
 
     @property
     @abstractmethod
     def network(self) -> Any:
-        """The model of transformers, in bfloat16."""
+        """The transformers model, in bfloat16."""
 
     @property
     @abstractmethod
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The language model's."""
+        """The tokenizer of the language model."""
 
     @abstractmethod
     def encode(self, batch: Sequence[Example]) -> EncodedBatch:
-        """Encode the images of a batch of questions, with all inputs of policies."""
+        """Encode the images of a batch of questions, and all inputs of policies."""
 
     def batches(self, examples: Sequence[Example]) -> Iterator[list[Example]]:
-        """The questions about a few images at a time; the same however many there are."""
+        """Batches of questions about a few images; more examples change no earlier batch."""
         size = self.images_per_batch
         for _, group in groupby(examples, key=lambda example: example.image_id // size):
             yield list(group)
 
     def token_ids(self, text: str) -> list[int]:
-        """Ids of a text without special tokens of its own."""
+        """Token ids of a text, to which no special tokens are added."""
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
     @staticmethod
     def pad_ids(rows: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
-        """Ids (M, L) padded on the right with the last of each row, and which are no padding."""
+        """Ids (M, L), padded on the right with the last id of a row, and a mask (false there)."""
         longest = max(map(len, rows))
         padded = torch.tensor([row + row[-1:] * (longest - len(row)) for row in rows])
         return padded, torch.arange(longest) < torch.tensor(
@@ -194,7 +197,7 @@ class Yardstick(ABC):
         )
 
     def embed_content_words(self, batch: Sequence[Example]) -> Words:
-        """The content words of the questions, in the language model's input embeddings."""
+        """The content words of the questions, as input embeddings of the language model."""
         words = [split_content_words(example.question) for example in batch]
         ids, used = self.pad_ids(
             [[token for word in row for token in self.token_ids(word)] for row in words]
@@ -210,9 +213,9 @@ class Yardstick(ABC):
     ) -> Scores:
         """Score the reference answers of M questions, given image rows (M, K, D) in order.
 
-        ``arrange`` makes the other arguments of the language model of the numbers of text tokens
-        before and behind the image. Padding is on the right, where the causal mask hides it from
-        every real token.
+        ``arrange`` returns further arguments of the language model, from the numbers of text tokens
+        before and after the image. Padding is on the right, where the causal mask hides it from all
+        real tokens.
         """
         lead_text, _, template = PROMPT[self.key]
         questions = [
