@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,12 @@ _FRAMES: Mapping[str, Mapping[str, object]] = {
 _PACKED = "Kept tokens are packed, as published."
 """Note of states that reproduce the paper; all other states have kept tokens at true positions."""
 
+_PUBLISHED_BY = (
+    "The authors of the method; "
+    "parameters as they published them where nothing else is said."
+)
+"""Provenance of states of a base policy."""
+
 _MEASURED = (16, 8)
 """The values of K at which states are measured."""
 _EVALUATED_ON = (
@@ -75,73 +81,103 @@ _UNUSED_SCORING: _JsonObject = {
 }
 
 
-def _build_states(folder: Path = POLICIES) -> list[PruningState]:
-    """Every shipped state, the source first; it and search results are read."""
-    source, *results = (
-        load_state(folder / f"{name}.json") for name in (SOURCE, *SEARCH_RESULTS)
-    )
-    document: _JsonObject = json.loads(source.dumps()) | {"positions": "true"}
+def _derive_state(
+    source: PruningState,
+    name: str,
+    notes: str,
+    changes: _JsonObject,
+    found_by: str | None = None,
+) -> PruningState:
+    """Change a copy of ``source`` that has true positions; ``found_by`` None keeps the source's."""
+    found_by = found_by or source.provenance.found_by
+    provenance: _JsonObject = {"found_by": found_by, "notes": notes}
+    changes = {"positions": "true", "provenance": provenance, **changes}
+    return load_state({**json.loads(source.dumps()), "name": name, **changes})
 
-    def edit(
-        name: str,
-        notes: str,
-        changes: _JsonObject,
-        found_by: str = source.provenance.found_by,
-    ) -> PruningState:
-        provenance: _JsonObject = {"found_by": found_by, "notes": notes}
-        return load_state(
-            {**document, "name": name, "provenance": provenance, **changes}
-        )
 
-    states = [source, *results]
+def _select_alone(policy: str) -> _JsonObject:
+    """Fields of a state whose base policy alone selects: nothing is exchanged or merged."""
+    return {
+        "base_policy": {"name": policy, "params": {}},
+        "scoring": _UNUSED_SCORING,
+        "reassembly": {"atom": "mean_residual"},
+        "constraints": {
+            "pool": [{"atom": "quality_pool_builder"}],
+            "selector": {"atom": "reference_strict_preservation_selector"},
+        },
+    }
+
+
+def _transfer_source(source: PruningState) -> Iterator[PruningState]:
+    """States for the paper's other backbones and budgets."""
     for backbone, budgets in _BUDGETS.items():
         for budget in budgets:
             name = f"{SOURCE}-{backbone}-k{budget}"
-            states.append(transfer(source, budget, BACKBONE_SHAPES[backbone], name)[0])
+            yield transfer(source, budget, BACKBONE_SHAPES[backbone], name)[0]
 
-    def alone(policy: str) -> _JsonObject:
-        return {
-            "base_policy": {"name": policy, "params": {}},
-            "scoring": _UNUSED_SCORING,
-            "reassembly": {"atom": "mean_residual"},
-            "constraints": {
-                **pool,
-                "selector": {"atom": "reference_strict_preservation_selector"},
-            },
-        }
 
-    pool: _JsonObject = {"pool": [{"atom": "quality_pool_builder"}]}
-    found_by = "The authors of the method; parameters as they published them where nothing else is "
+def _build_base_policies(source: PruningState) -> Iterator[PruningState]:
+    """A state for each base policy alone."""
     for name, policy in BASE_POLICIES.items():
         notes = f"The base policy {name} alone. {policy.doc}"
-        videos = {"frames": dict(_FRAMES[name])} if name in _FRAMES else {}
-        author = "This project." if name == "norm" else f"{found_by}said."
-        states.append(edit(name, notes, {**alone(name), **videos}, author))
+        changes = _select_alone(name)
+        if name in _FRAMES:
+            changes["frames"] = dict(_FRAMES[name])
+        author = "This project." if name == "norm" else _PUBLISHED_BY
+        yield _derive_state(source, name, notes, changes, author)
+
+
+def _sweep_quotas(source: PruningState) -> Iterator[PruningState]:
+    """The paper's ablation of the exchange quota."""
     constraints = json.loads(source.dumps())["constraints"]
     for quota in QUOTAS:
-        swept = {**constraints["selector"], "q_e": quota, "r_min": None}
+        selector = {**constraints["selector"], "q_e": quota, "r_min": None}
         notes = (
             f"Sweep of the exchange quota: q_e = {quota}, r_min = K - q_e. {_PACKED}"
         )
-        sweep: _JsonObject = {
-            "constraints": {**constraints, "selector": swept},
+        changes: _JsonObject = {
+            "constraints": {**constraints, "selector": selector},
             "positions": "packed",
         }
-        states.append(edit(f"ablation-quota-{quota}", notes, sweep))
-    # Base policies need no such variants: divprune is the one of cdpruner, and so on.
-    free = instruction_free(source, "instruction-free")[0]
-    states.append(free.model_copy(update={"positions": "true"}))
-    # For traffic that repeats images. Nothing is merged, and nothing in it was tuned on a model.
+        yield _derive_state(source, f"ablation-quota-{quota}", notes, changes)
+
+
+def _build_instruction_free(source: PruningState) -> PruningState:
+    """The source without the question, so that all questions about an image share its KV.
+
+    Base policies need no such variants: that of cdpruner would be divprune, and so on.
+    """
+    state = instruction_free(source, "instruction-free")[0]
+    return state.model_copy(update={"positions": "true"})
+
+
+def _build_shared_core(source: PruningState) -> PruningState:
+    """A state for traffic that repeats images; nothing in it was tuned on a model."""
     core: _JsonObject = {"share": 0.5, "policy": {"name": "divprune", "params": {}}}
-    notes = (
+    return _derive_state(
+        source,
+        "shared-core",
         "Half of K by divprune, the same for every question about an image; the other half by "
-        "cdpruner given these."
+        "cdpruner given these.",
+        {**_select_alone("cdpruner"), "core": core},
+        "The authors of the two methods; the split is ours.",
     )
-    found_by = "The authors of the two methods; the split is ours."
-    states.append(
-        edit("shared-core", notes, {**alone("cdpruner"), "core": core}, found_by)
+
+
+def _build_states(folder: Path = POLICIES) -> list[PruningState]:
+    """Every shipped state, the source first; ``folder`` has the source and search results."""
+    source, *results = (
+        load_state(folder / f"{name}.json") for name in (SOURCE, *SEARCH_RESULTS)
     )
-    return states
+    return [
+        source,
+        *results,
+        *_transfer_source(source),
+        *_build_base_policies(source),
+        *_sweep_quotas(source),
+        _build_instruction_free(source),
+        _build_shared_core(source),
+    ]
 
 
 def _read_evidence(path: Path) -> _JsonObject:
