@@ -1,7 +1,7 @@
-"""Held-out splits of both models: examples, their images, scores of answers, and the weights.
+"""Held-out splits of all models: examples, their images, scores of answers, and the weights.
 
-Search, validation and test are drawn from disjoint ranges of seeds, which training never uses; only
-the test split has unseen wordings, arrangements and sizes.
+Search, validation and test are drawn from disjoint ranges of seeds, which training never uses. Only
+the test split has wordings, arrangements, sizes and numbers of frames that training never uses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from PIL import Image
 from torch import Tensor
@@ -43,13 +43,13 @@ PROMPT: Mapping[Model, tuple[str, str, str]] = {
         "<|vision_end|>{question}<|im_end|>\n<|im_start|>assistant\n",
     ),
 }
-"""The chat templates' prompt of one question about one image: before, at and behind the image."""
+"""Prompt of one question about one image, as of chat templates: before, at and after the image."""
 
 IMAGE_TOKEN = 4
 """The id of mini-LLaVA's image token."""
 
 MAX_ANSWER_TOKENS = 6
-"""More than the longest answer and its end token."""
+"""Limit that is larger than the longest answer with its end token."""
 
 Split = Literal["search", "validation", "test"]
 
@@ -61,8 +61,8 @@ SEEDS: Mapping[str, range] = {
     "test": range(2**31 + 2**21, 2**31 + 2**22),
 }
 
-# How often a kind is tried for one picture; the other kinds are tried once. A scene without signs
-# has no number to read.
+# How often a question of a kind is drawn for one picture; other kinds are drawn once. A draw may
+# give none, as in a scene without signs, which has no number to read.
 _ATTEMPTS: Mapping[Model, Mapping[str, int]] = {
     "minillava": {"relation": 3, "count": 2, "text": 2},
     "miniqwen": {
@@ -83,7 +83,7 @@ class Example:
     """One question about one image, or one clip, of a held-out split."""
 
     image_id: int
-    image: Tensor  # (3, H, W) uint8, of a clip (T, 3, H, W)
+    image: Tensor  # (3, H, W) uint8; of a clip (T, 3, H, W)
     question: str
     answer: str
     kind: str
@@ -92,7 +92,7 @@ class Example:
 
     @property
     def is_clip(self) -> bool:
-        """Whether it is about a clip."""
+        """Whether the image is a clip."""
         return self.image.dim() == 4
 
     @property
@@ -113,6 +113,55 @@ class Example:
         return re.findall(r"[a-z0-9]+", answer.lower())[: len(expected)] == expected
 
 
+class _Picture(NamedTuple):
+    """A scene, page or clip, and the kinds of question to ask about it."""
+
+    image: Tensor
+    """(3, H, W) uint8; of a clip (T, 3, H, W)."""
+    content: scenes.Scene | pages.Page | clips.Clip
+    cells: tuple[int, int]
+    kinds: Sequence[str]
+
+
+def _draw_scene(seed: int, *, unseen: bool, clean: bool) -> _Picture:
+    """Draw a scene for mini-LLaVA, in an arrangement of the test split alone if ``unseen``."""
+    rng = random.Random(seed)
+    styles = scenes.UNSEEN_STYLES if unseen else scenes.TRAINING_STYLES
+    scene = scenes.Scene.draw(rng, rng.choice(styles))
+    images, (scene,) = scenes.render_scenes([scene], scenes.CELLS, seed, clean=clean)
+    return _Picture(images[0], scene, (scenes.CELLS, scenes.CELLS), KINDS)
+
+
+def _draw_clip(
+    seed: int, *, unseen: bool, clean: bool, brief_frames: int | None
+) -> _Picture:
+    """Draw a clip, with a number of frames of the test split alone if ``unseen``."""
+    rng = random.Random(seed)
+    choices = clips.UNSEEN_FRAMES if unseen else clips.FRAMES
+    frames = brief_frames or rng.choice(choices)
+    clip = clips.Clip.draw(rng, frames, brief=brief_frames is not None)
+    images, clip = clip.render(seed, clean=clean)
+    return _Picture(images, clip, clips.SIZE.cells, CATEGORIES["clips"]["clips"])
+
+
+def _draw_picture(
+    seed: int, kind: Literal["scenes", "pages"], *, unseen: bool, clean: bool
+) -> _Picture:
+    """Draw a picture for mini-Qwen3-VL, of a size of the test split alone if ``unseen``."""
+    sizes = pages.UNSEEN_SIZES if unseen else pages.SIZES
+    # The generator of the size is independent of what the picture draws (seed) or is asked (+ 1).
+    size = random.Random(seed + 2).choice(sizes)
+    rng = random.Random(seed)
+    content: scenes.Scene | pages.Page
+    if kind == "pages":
+        content = pages.Page.draw(rng, rng.choice(pages.PAGE_STYLES), size)
+        images, _ = pages.render_pages([content], seed, clean=clean)
+    else:
+        scene = size.draw_scene(rng)
+        images, (content,) = size.render_scenes([scene], seed, clean=clean)
+    return _Picture(images[0], content, size.cells, CATEGORIES["miniqwen"][kind])
+
+
 def draw_examples(
     split: Split,
     images: int = 200,
@@ -121,70 +170,65 @@ def draw_examples(
     clean: bool = False,
     brief_frames: int | None = None,
 ) -> list[Example]:
-    """Draw 18 questions about each image of mini-LLaVA, 10 of mini-Qwen3-VL, 7 about each clip.
+    """Draw ``images`` pictures or clips of a split, and questions of every kind about each.
 
+    A picture of mini-LLaVA has 15 to 19 questions, one of mini-Qwen3-VL 6 to 14, and a clip 6 to 8.
     With fewer images, the examples are the first ones of a larger draw. ``clean`` images have no
     grain, as documents have none. In the test split, one image in four has an arrangement, size or
     number of frames that training never uses, and another one in four has wordings that training
-    never uses. With ``brief_frames`` every clip has so many frames, and each visitor is there for a
-    single one.
+    never uses. With ``brief_frames`` every clip has that many frames, and each visit lasts a single
+    frame.
     """
     examples: list[Example] = []
-    pairs = 0
+    next_pair = 0
     attempts = _ATTEMPTS[model]
     for image_id in range(images):
-        quarter = 0  # 1: of unseen layouts, 3: of unseen wordings
+        quarter = 0  # 1: unseen layouts, 3: unseen wordings
         if split == "test":
             # mini-Qwen3-VL's scenes and pages alternate.
             quarter = (image_id // 2 if model == "miniqwen" else image_id) % 4
         seed = SEEDS[split][image_id]
-        rng = random.Random(seed)
-        content: scenes.Scene | pages.Page | clips.Clip
+        unseen = quarter == 1
         if model == "minillava":
-            styles = scenes.UNSEEN_STYLES if quarter == 1 else scenes.TRAINING_STYLES
-            drawn = scenes.Scene.draw(rng, rng.choice(styles))
-            pixels, (content,) = scenes.render_scenes(
-                [drawn], scenes.CELLS, seed, clean=clean
-            )
-            cells = (scenes.CELLS, scenes.CELLS)
-            kinds = KINDS
+            picture = _draw_scene(seed, unseen=unseen, clean=clean)
         elif model == "clips":
-            count = clips.UNSEEN_FRAMES if quarter == 1 else clips.FRAMES
-            frames = brief_frames or rng.choice(count)
-            brief = brief_frames is not None
-            clip = clips.Clip.draw(rng, frames, brief=brief)
-            pictures, content = clip.render(seed, clean=clean)
-            pixels = pictures[None]
-            cells = clips.SIZE.cells
-            kinds = CATEGORIES[model]["clips"]
+            picture = _draw_clip(
+                seed, unseen=unseen, clean=clean, brief_frames=brief_frames
+            )
         else:
-            sizes = pages.UNSEEN_SIZES if quarter == 1 else pages.SIZES
-            size = random.Random(seed + 2).choice(sizes)
-            cells = size.cells
-            kinds = CATEGORIES[model]["pages" if image_id % 2 else "scenes"]
-            if image_id % 2:
-                content = pages.Page.draw(rng, rng.choice(pages.PAGE_STYLES), size)
-                pixels, _ = pages.render_pages([content], seed, clean=clean)
-            else:
-                drawn = size.draw_scene(rng)
-                pixels, (content,) = size.render_scenes([drawn], seed, clean=clean)
-        wordings = UNSEEN if quarter == 3 else SEEN
-        source = Questions(random.Random(seed + 1), content, cells, wordings)
+            kind: Literal["scenes", "pages"] = "pages" if image_id % 2 else "scenes"
+            picture = _draw_picture(seed, kind, unseen=unseen, clean=clean)
+        # A generator of its own keeps the questions independent of how the picture is drawn.
+        questions = Questions(
+            random.Random(seed + 1),
+            picture.content,
+            picture.cells,
+            UNSEEN if quarter == 3 else SEEN,
+        )
+        # A group is one open question, or the two questions of a yes/no pair.
         groups = [
-            source.generate(kind)
-            for kind in kinds
+            questions.generate(kind)
+            for kind in picture.kinds
             for _ in range(attempts.get(kind, 1))
         ]
-        # Of two groups with one text the last stays.
+        # If several groups begin with the same text, only the last one is asked.
         group_by_text = {group[0].text: group for group in groups if group}
         for group in group_by_text.values():
             pair = None
             if len(group) == 2:
-                pair = pairs
-                pairs += 1
+                pair = next_pair
+                next_pair += 1
             examples += [
-                Example(image_id, pixels[0], q.text, q.answer, q.kind, pair, q.evidence)
-                for q in group
+                Example(
+                    image_id,
+                    picture.image,
+                    question.text,
+                    question.answer,
+                    question.kind,
+                    pair,
+                    question.evidence,
+                )
+                for question in group
             ]
     return examples
 
@@ -192,7 +236,7 @@ def draw_examples(
 def keep_first(
     rng: random.Random, evidence: Sequence[int], budget: int, count: int
 ) -> list[int]:
-    """`budget` of `count` raster tokens, ascending: the evidence first, the others at random."""
+    """Select `budget` of `count` raster tokens, ascending: first evidence, then random ones."""
     order = dict.fromkeys((*evidence, *rng.sample(range(count), count)))
     return sorted([*order][:budget])
 
@@ -200,7 +244,10 @@ def keep_first(
 def keep_evidence(
     rng: random.Random, questions: Sequence[Question], budget: int, count: int
 ) -> list[int]:
-    """`budget` of `count` tokens, ascending: all evidence of a question or none, then at random."""
+    """Select `budget` of `count` raster tokens, ascending: first evidence, then random ones.
+
+    The evidence of a question is selected only if all of it fits into the budget.
+    """
     evidence = list[int]()
     for question in questions:
         extended = list(dict.fromkeys((*evidence, *question.evidence)))
@@ -214,12 +261,12 @@ def format_prompt(question: str, model: Model = "minillava") -> str:
 
 
 def as_picture(image: Tensor) -> Image.Image:
-    """A (3, H, W) uint8 image for processors and engines."""
+    """Convert a (3, H, W) uint8 image to the type that processors and engines take."""
     return Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
 
 
 def weights_digest(checkpoint: Path) -> str:
-    """First twelve digits of the SHA-256 over the weights of a folder, ``llava`` and ``clip``."""
+    """First 12 digits of the SHA-256 of all weights in a folder, its ``llava`` and ``clip``."""
     digest = hashlib.sha256()
     for name in (".", "llava", "clip"):
         for path in sorted((checkpoint / name).glob("*.safetensors")):
