@@ -71,7 +71,7 @@ ROOMS: dict[str, set[str]] = {
 # All packages of the repository, lowest first: a package imports itself and those of lower layers.
 LAYERS = (
     {"vllm_autoprune.errors"},
-    {"vllm_autoprune.hub"},
+    {"vllm_autoprune.hub", "vllm_autoprune.tower"},
     {
         "vllm_autoprune.record_file",
         "vllm_autoprune.backbones",

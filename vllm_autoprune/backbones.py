@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.hub import explain_unread
+from vllm_autoprune.tower import VisionTower
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -67,6 +68,8 @@ class BackboneShape:
     """Width of the queries (heads x head width); 0: it is ``width``."""
     linear: _LinearAttention | None = None
     """Its layers of linear attention; None where every layer has full attention."""
+    tower: VisionTower | None = None
+    """Its vision tower; None where its sizes are not known."""
 
     @property
     def checkpoint(self) -> str:
@@ -90,7 +93,8 @@ class BackboneShape:
     @property
     def assumptions(self) -> tuple[str, ...]:
         """What its cost counts and what it leaves out."""
-        return ASSUMPTIONS if self.linear is None else (*ASSUMPTIONS, _LINEAR_LAYERS)
+        linear = () if self.linear is None else (_LINEAR_LAYERS,)
+        return (*_FORMULAS, _TOWER if self.tower else _NO_TOWER, _SCOPE, *linear)
 
     def estimate_cost(
         self, tokens: int, *, text: int = 0, ranking_layers: int = 0
@@ -167,6 +171,7 @@ class BackboneShape:
             kv_width=(getattr(text, "num_key_value_heads", None) or heads) * head,
             query_width=heads * head,
             source=f"{name}; its config.json, images as of {like.name}",
+            tower=None,
         )
         if like.has_cls:
             side = config.vision_config.image_size // config.vision_config.patch_size
@@ -197,7 +202,9 @@ def _read_shapes() -> dict[str, BackboneShape]:
         fields = fields_of(name)
         linear = fields.pop("linear", None)
         attention = _LinearAttention(**linear) if linear else None
-        shapes[name] = BackboneShape(name=name, linear=attention, **fields)
+        sizes = fields.pop("tower")
+        tower = VisionTower(**sizes) if sizes else None
+        shapes[name] = BackboneShape(name=name, linear=attention, tower=tower, **fields)
     return shapes
 
 
@@ -231,6 +238,21 @@ def find_backbone(
         except (LookupError, AttributeError, TypeError) as error:
             what = f"config.json is not that of a served family ({str(error)[:150]})"
     raise ConfigError.of(name, what, fix, subject="backbone")
+
+
+def add_tower(shape: BackboneShape) -> BackboneShape:
+    """A backbone with its vision tower, which is counted here for those that no table has.
+
+    Without one where transformers cannot build the model from its config.json.
+    """
+    if shape.tower or shape.name in BACKBONE_SHAPES:
+        return shape
+    listed = [row for row in BACKBONE_SHAPES.values() if row.family == shape.family]
+    try:
+        tower = VisionTower.of_config(read_config(shape.name), listed[0].tower)
+    except (LookupError, AttributeError, TypeError, ValueError, RuntimeError):
+        return shape
+    return replace(shape, tower=tower)
 
 
 def read_config(name: str) -> PretrainedConfig:
@@ -280,46 +302,30 @@ def _find_language_config(config: PretrainedConfig) -> PretrainedConfig:
 # Cost of an image and of a prompt.
 
 
-def count_tower_flops(config: PretrainedConfig, cells: int) -> int:
-    """FLOPs of the vision tower for so many cells of an image, of 2 x 2 patches; mergers included.
-
-    Matrices of blocks are applied to each patch, those of mergers to each cell. A block has full
-    attention, or in Qwen2.5-VL within windows.
-    """
-    import torch
-    from transformers import AutoModelForImageTextToText
-
-    with torch.device("meta"):
-        tower = AutoModelForImageTextToText.from_config(config).get_submodule(
-            "model.visual"
-        )
-    vision = config.vision_config
-    patches = 4 * cells
-    macs = 0
-    for name, weight in tower.named_parameters():
-        if weight.dim() > 1 and "pos" not in name:  # no embedding of positions
-            macs += (
-                patches if "block" in name or "patch" in name else cells
-            ) * weight.numel()
-    full = len(vars(vision).get("fullatt_block_indexes") or range(vision.depth))
-    window = (vars(vision).get("window_size", 0) // vision.patch_size) ** 2
-    width = tower.get_parameter("blocks.0.attn.proj.weight").shape[0]
-    macs += 2 * patches * (full * patches + (vision.depth - full) * window) * width
-    return int(2 * macs)
-
-
-ASSUMPTIONS = (
+_FORMULAS = (
     "FLOPs = sum over layers of 2 x (n d (2 q + 2 k) + 2 n^2 q + 3 n d m): q, k, v and o "
     "projections, full n x n attention (no causal halving), three gated feed-forward matrices; "
     "a multiply-accumulate is 2 FLOPs.",
     "KV cache = sum over layers of n x 2 (key, value) x k x 2 bytes (16-bit); MiB = 2^20 bytes.",
     "n: tokens of one prompt in that layer; d: width, m: feed-forward width, k: key-value width, "
     "q: query width, which is d unless said otherwise.",
-    "Language model only, prefill only: no vision tower, projector, embedding or output head. Of "
-    "the selection, the layers of the language model that a policy runs over all tokens to rank "
-    "them; nothing else.",
 )
+_SCOPE = (
+    "Prefill only: no embedding or output head. Of the selection, the layers of the language model "
+    "that a policy runs over all tokens to rank them; nothing else."
+)
+ASSUMPTIONS = (*_FORMULAS, "No vision tower or projector.", _SCOPE)
+"""What the cost of a language model counts and what it leaves out."""
 
+_TOWER = (
+    "Vision tower, whatever is pruned: 2 x (p w + 2 layers p^2 d + N j), of p patches an image or "
+    "tile; w: entries of the tower's matrices, d: its width, j: entries of projector or mergers. "
+    "Layers with windows attend within these."
+)
+_NO_TOWER = (
+    "No vision tower or projector, because the sizes of this one are not known. It costs the same "
+    "whatever is pruned, so the true ratios are smaller."
+)
 
 _LINEAR_LAYERS = (
     "A layer of linear attention (gated delta net) has 2 x (n d (2 a + 3 v) + 3 n v h + 3 n d m): "

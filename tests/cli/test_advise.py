@@ -18,9 +18,9 @@ from tests.pruned_server import N, pruned_server
 from tests.tables import parametrize_from_file
 from tests.test_explain import write_video
 from vllm_autoprune import positions
-from vllm_autoprune.backbones import count_tower_flops
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.selftest.backbones import build
+from vllm_autoprune.tower import VisionTower
 from vllm_autoprune.tpdsl.loading import load_state
 
 Captured = pytest.CaptureFixture[str]
@@ -202,7 +202,7 @@ def test_a_video_is_decoded_and_encoded_whole_whatever_is_pruned(
     assert ways == [("whole", 4, 48), ("pruned", 4, 12), ("fewer frames", 1, 12)]
     vision = {"hidden_size": 1280, "out_hidden_size": 3584}
     config = AutoConfig.for_model("qwen2_5_vl", vision_config=vision)
-    tower = count_tower_flops(config, 12) / 1e12
+    tower = VisionTower.of_config(config).count_flops(12) / 1e12
     towers = [row["tower, TFLOPs"] for row in rows]
     assert towers == pytest.approx([4 * tower, 4 * tower, tower])
     assert record["decoding_seconds"] > 0 and "outweighs" in record["verdict"][-1]

@@ -17,10 +17,10 @@ from transformers import AutoConfig
 from tests.tables import parametrize_from_file
 from vllm_autoprune.backbones import (
     BACKBONE_SHAPES,
-    count_tower_flops,
     find_backbone,
 )
 from vllm_autoprune.cli.main import main
+from vllm_autoprune.tower import VisionTower
 
 Captured = pytest.CaptureFixture[str]
 
@@ -113,5 +113,30 @@ def test_flops_of_a_tower_are_those_of_its_published_sizes(
 ) -> None:
     """Full attention everywhere, and in 4 of 32 layers with windows of 64 patches elsewhere."""
     config = AutoConfig.for_model(family, vision_config=vision)
-    counted = [count_tower_flops(config, number) / 1e12 for number in cells]
+    tower = VisionTower.of_config(config)
+    counted = [tower.count_flops(number) / 1e12 for number in cells]
     assert counted == pytest.approx(teraflops, rel=2e-3)
+
+
+@parametrize_from_file("name", "family", "fields")
+def test_the_tower_of_a_backbone_is_that_of_its_published_configuration(
+    name: str, family: str, fields: dict[str, Any]
+) -> None:
+    listed = BACKBONE_SHAPES[name].tower
+    assert (
+        VisionTower.of_config(AutoConfig.for_model(family, **fields), listed) == listed
+    )
+
+
+def test_fewer_flops_are_those_of_tower_and_prefill(capsys: Captured) -> None:
+    """The tower of a 7B Qwen encodes all 5,184 patches, whatever is pruned."""
+    words = ["cost", "--backbone", "qwen2.5-vl-7b", "--tokens", "1296", "256"]
+    assert main([*words, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    unpruned, pruned = (row["total_teraflops"] for row in record["rows"])
+    assert record["tower_teraflops"] == pytest.approx(7.26, abs=0.01)
+    assert unpruned / pruned == pytest.approx(2.34, abs=0.01)
+    assert main(words) == 0
+    assert "2.34x" in capsys.readouterr().out
+    assert main(["cost", "--backbone", "gemma-4-31b"]) == 0
+    assert "sizes of this one are not known" in capsys.readouterr().out

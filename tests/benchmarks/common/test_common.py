@@ -21,7 +21,8 @@ from benchmarks.common.shapes import (
 from benchmarks.server import ServerDied
 from tests.fake_server import MODEL, Reply, fake_server
 from tests.tables import parametrize_from_file
-from vllm_autoprune.backbones import BackboneShape, count_tower_flops
+from vllm_autoprune.backbones import BackboneShape
+from vllm_autoprune.tower import VisionTower
 
 # ---- the streaming client, against a server whose schedule is known beforehand ----
 
@@ -122,7 +123,7 @@ def test_the_scaled_tower_has_its_share_of_the_cost() -> None:
     shape = read_shape("scaled-qwen3-vl")
     sizes = {"vision_config": shape["vision"], "text_config": shape["text"]}
     config = AutoConfig.for_model("qwen3_vl", **sizes)
-    tower = count_tower_flops(config, 962)
+    tower = VisionTower.of_config(config).count_flops(962)
     prefill = (
         BackboneShape.of_checkpoint("scaled", config)
         .estimate_cost(962 // 8, text=24)

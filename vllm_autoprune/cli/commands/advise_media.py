@@ -16,7 +16,6 @@ from vllm_autoprune.advise import WORTHWHILE
 from vllm_autoprune.backbones import (
     BACKBONE_SHAPES,
     BackboneShape,
-    count_tower_flops,
     find_backbone,
     read_config,
 )
@@ -38,6 +37,7 @@ from vllm_autoprune.evaluation.pictures import (
 from vllm_autoprune.hub import explain_unread
 from vllm_autoprune.positions import describe_positions
 from vllm_autoprune.serving.models import require_served
+from vllm_autoprune.tower import VisionTower
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.cells import Cells, kept_cells
 from vllm_autoprune.tpdsl.loading import load_state
@@ -90,13 +90,14 @@ def advise_image(options: Namespace) -> int:
     tokens = height * width
     cells = data["pixel_values"].numpy().reshape(height, width, 4, 3, -1)
     budget = vars(options).get("budget", BudgetCall.parse("1/8")).tokens_kept(tokens)
+    vision = VisionTower.of_config(model.config)
     rows = list[list[object]]()
     for rule in (None, Cells(rule="predicted"), Cells(rule="flat")):
         anchors = rule.find_anchors(cells) if rule else None
         remaining = np.arange(tokens) if anchors is None else kept_cells(anchors)
         count = len(remaining)
         k = min(budget, count)
-        tower = count_tower_flops(model.config, count) / 10**12
+        tower = vision.count_flops(count) / 10**12
         total = tower + model.shape.estimate_cost(k).teraflops
         share = f"{count / tokens:.3f}"
         rows.append(
@@ -174,7 +175,8 @@ def advise_video(options: Namespace) -> int:
     policy = materialize(state, flags.get("budget"), video=True)
     can_prune = require_served(model.config).videos
     budget = min(policy.at(tokens, frames).budget, tokens) if can_prune else tokens
-    frame_tower = count_tower_flops(model.config, frame_tokens) / 10**12
+    vision = VisionTower.of_config(model.config)
+    frame_tower = vision.count_flops(frame_tokens) / 10**12
 
     def cost(encoded_frames: int, prompt_tokens: int) -> _Way:
         prefill = model.shape.estimate_cost(prompt_tokens).teraflops

@@ -21,7 +21,12 @@ from vllm_autoprune.advise import (
     estimate_ways,
     judge,
 )
-from vllm_autoprune.backbones import BACKBONE_SHAPES, find_backbone, read_config
+from vllm_autoprune.backbones import (
+    BACKBONE_SHAPES,
+    add_tower,
+    find_backbone,
+    read_config,
+)
 from vllm_autoprune.cli.flags import (
     add_connection_flags,
     argument,
@@ -105,8 +110,8 @@ def _parse_count(text: str) -> int:
     epilog="Example: vllm-autoprune cost --backbone llava-next-7b --tokens 2880 320",
 )
 def _print_cost(options: Namespace) -> int:
-    """Print FLOPs of prefill and bytes of KV cache."""
-    shape = find_backbone(options.backbone, require_served)
+    """Print FLOPs of vision tower and prefill, and bytes of KV cache."""
+    shape = add_tower(find_backbone(options.backbone, require_served))
     tokens = shape.tokens
     tiles = shape.tiles
     if options.image:
@@ -120,25 +125,44 @@ def _print_cost(options: Namespace) -> int:
     budgets = [tokens, max(1, tokens // 9)]
     if options.tokens:
         budgets = [budget.tokens_kept(tokens, tiles) for budget in options.tokens]
+    # The tower encodes the whole image, of which K tokens are then kept.
+    tower = shape.tower.count_flops(tokens, tiles) / 10**12 if shape.tower else None
     costs = [shape.estimate_cost(k, text=options.text) for k in budgets]
+    totals = [cost.teraflops + (tower or 0.0) for cost in costs]
     record = {
         "backbone": shape.name,
+        "tower_teraflops": tower,
         "rows": [
-            {**asdict(cost), "teraflops": cost.teraflops, "kv_mib": cost.kv_mib}
-            for cost in costs
+            {
+                **asdict(cost),
+                "teraflops": cost.teraflops,
+                "total_teraflops": total,
+                "kv_mib": cost.kv_mib,
+            }
+            for cost, total in zip(costs, totals, strict=True)
         ],
         "assumptions": shape.assumptions,
     }
-    head = ["visual tokens", "TFLOPs", "KV MiB", "fewer FLOPs", "less KV"]
+    head = [
+        "visual tokens",
+        "TFLOPs",
+        "tower",
+        "prefill",
+        "fewer FLOPs",
+        "KV MiB",
+        "less KV",
+    ]
     rows = [
         [
             cost.tokens,
+            f"{total:#.4g}",
+            "-" if tower is None else f"{tower:#.4g}",
             f"{cost.teraflops:#.4g}",
+            f"{totals[0] / total:.2f}x",
             f"{cost.kv_mib:.7g}",
-            f"{costs[0].flops / cost.flops:.2f}x",
             f"{costs[0].kv_bytes / cost.kv_bytes:.2f}x",
         ]
-        for cost in costs
+        for cost, total in zip(costs, totals, strict=True)
     ]
     text = "text not counted"
     if options.text:
@@ -148,7 +172,7 @@ def _print_cost(options: Namespace) -> int:
         record,
         f"{shape.name}: L = {shape.layers}, d = {shape.width}, m = {shape.feed_forward}, "
         f"k = {shape.kv_width}; N = {tokens} visual tokens an image; {text}",
-        format_table(head, rows, ">>>>>"),
+        format_table(head, rows, ">>>>>>>"),
         format_paragraphs(shape.assumptions, "- "),
     )
     return 0
