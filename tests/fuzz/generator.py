@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -27,84 +28,29 @@ from vllm_autoprune.tpdsl.registry import ATOMS
 
 Json = dict[str, Any]
 
+_ODD_FILE = Path(__file__).with_name("odd.json")
+_ODD = json.loads(_ODD_FILE.read_text(encoding="utf-8"))
+"""Odd values by what they are put in place of."""
+
 _ODD_TEXTS = (
-    "",
-    " ",
-    "\0",
-    "\ud800",
-    "\udfff\ud800",
-    "\u202eetats",
-    "e\u0301",
-    "\U0001f999",
-    "\x1b[2J",
-    "line\nline",
+    *_ODD["texts of states"],
     "x" * 128,
     "x" * 129,
     "\U0001f999" * 128,
     "x" * 5000,
-    "../../etc/passwd",
-    "https://example.com/state.json",
-    "__class__",
-    "{0.__class__}",
-    "%s%n",
-    "null",
-    "32",
-    "autoprune-state/2",
-    "autoprune-state/1 ",
 )
 _ODD_NUMBERS: tuple[float, ...] = (
-    0,
-    -1,
-    1,
-    0.0,
-    -0.0,
-    2.0,
-    2.5,
-    1e-9,
-    5e-324,
+    *_ODD["numbers of states"],
     0.1 + 0.2,
-    640,
-    641,
-    65536,
-    65537,
     2**31,
     2**53 + 1,
     2**63,
     2**64,
     -(2**63) - 1,
-    1e18,
-    1e19,
-    1e300,
-    -1e308,
     10**300,
     10**400,
-    float("inf"),
-    float("-inf"),
-    float("nan"),
 )
-_ODD_VALUES: tuple[Any, ...] = (
-    None,
-    True,
-    False,
-    0,
-    -1,
-    1.5,
-    2**53 + 1,
-    10**30,
-    1e-320,
-    "",
-    "gqa",
-    "注意",
-    [],
-    {},
-    [[]],
-    [0, None, "a/b"],
-    {"": {}},
-    {"x~y": [0.5]},
-    {"atom": "x"},
-    [{"atom": 1}],
-    {"score": {"": 0}},
-)
+_ODD_VALUES: tuple[Any, ...] = (*_ODD["values"], 2**53 + 1, 10**30)
 
 
 # ---- states that the schema describes ----
@@ -288,66 +234,9 @@ def mutate(tree: Json, random: Random) -> None:  # noqa: C901
 
 # ---- mutations of texts and bytes ----
 
-_NUMBERS = (
-    "NaN",
-    "Infinity",
-    "-Infinity",
-    "1e400",
-    "-1e999999999",
-    "1e-400",
-    "-0",
-    "-0.0",
-    "1E+2",
-    "2.0",
-    "2e0",
-    "01",
-    "+1",
-    ".5",
-    "1.",
-    "0x10",
-    "1_000",
-    "--1",
-    "9" * 400,
-    "9" * 5000,
-    "0." + "3" * 5000,
-)
-_INSERTED = (
-    ",",
-    ":",
-    '"',
-    "\\",
-    "\0",
-    "{",
-    "}",
-    "[",
-    "]",
-    "'",
-    "// so\n",
-    "/* so */",
-    "# so\n",
-    "\u00a0",
-    "\u2028",
-    "\t",
-    "\\ud800",
-    "\\u0000",
-    "null",
-    "<",
-)
-_TEXTS = (
-    "",
-    " ",
-    "null",
-    "[]",
-    "0",
-    '"{}"',
-    "{",
-    "}",
-    "{}",
-    "true",
-    "\ufeff",
-    "NaN",
-    "1e999",
-)
+_NUMBERS = (*_ODD["numbers as text"], "9" * 400, "9" * 5000, "0." + "3" * 5000)
+_INSERTED = tuple(_ODD["inserted"])
+_TEXTS = tuple(_ODD["texts"])
 _ENCODINGS = (
     "utf-8-sig",
     "utf-16",

@@ -62,17 +62,17 @@ FALLBACKS: Mapping[str, tuple[str, Mapping[str, str], int]] = {
 """Metrics, and by how much the next test makes them grow."""
 
 
-def _count_fallbacks() -> dict[str, float]:
-    metrics = Metrics(generate_latest().decode())
-    return {
-        key: metrics.total(name, **labels) or 0
-        for key, (name, labels, _) in FALLBACKS.items()
-    }
-
-
 @pytest.mark.both
 @in_engine
 def test_engine_survives_failing_policies_and_invalid_requests() -> None:
+
+    def count_fallbacks() -> dict[str, float]:
+        metrics = Metrics(generate_latest().decode())
+        return {
+            key: metrics.total(name, **labels) or 0
+            for key, (name, labels, _) in FALLBACKS.items()
+        }
+
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
@@ -84,7 +84,7 @@ def test_engine_survives_failing_policies_and_invalid_requests() -> None:
     example = examples(2)[0]
     other = examples(2)[-1]
     sane = engine.ask(example)
-    fallbacks = _count_fallbacks()
+    fallbacks = count_fallbacks()
     tiny = Image.new("RGB", (1, 1), (255, 0, 0))
     engine.chat([turn("What is it?", tiny)], [turn("", other.image)])
 
@@ -114,7 +114,7 @@ def test_engine_survives_failing_policies_and_invalid_requests() -> None:
     engine.empty_caches()
     base = [prompt(question, state=state, budget=8, keep="reference")]
     assert [broken_state] == engine.generate(base)
-    after = _count_fallbacks()
+    after = count_fallbacks()
     grown = {key: after[key] - fallbacks[key] for key in FALLBACKS}
     assert grown == {key: count for key, (*_, count) in FALLBACKS.items()}
 
@@ -241,50 +241,53 @@ def test_thousands_of_mutated_requests_in_every_mode(
     assert min(statuses[200], statuses[400]) > 500
 
 
-def kill_worker(server: Server) -> tuple[set[int], bool]:
-    """Statuses of requests that were running (0: no answer), and whether the server ended.
-
-    The worker is stopped before they are sent, so that no machine answers them before the kill.
-    """
-
-    def ask(number: int) -> int:
-        try:
-            return server.post(CHAT, body(server, examples(2)[number]))[0]
-        except httpx.HTTPError:
-            return 0
-
-    processes = psutil.Process(server.process.pid).children(recursive=True)
-    titles = {" ".join(process.cmdline()): process for process in processes}
-    engine = ("VLLM::Worker", "VLLM::EngineCore")  # of one rank, both are one process
-    worker = next(titles[t] for title in engine for t in titles if t.startswith(title))
-    worker.suspend()
-    deadline = time.monotonic() + 600
-    with ThreadPoolExecutor(4) as pool:
-        requests = [pool.submit(ask, number) for number in range(4)]
-        wait_until_idle(server.process.pid, deadline)  # all four are with the engine
-        assert not any(request.done() for request in requests)
-        worker.kill()
-        statuses = {request.result() for request in requests}
-        while server.process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.2)
-    return statuses, server.process.poll() is not None
-
-
-def wait_until_idle(pid: int, deadline: float) -> None:
-    """Wait for a process to use less than 2 % of a processor for three seconds."""
-    process = psutil.Process(pid)
-    used = -1.0
-    while (now := sum(process.cpu_times()[:2])) - used > 0.06:
-        assert time.monotonic() < deadline
-        used = now
-        time.sleep(3)
-
-
 @pytest.mark.ends_servers
 def test_pruned_server_ends_like_stock_after_a_killed_worker(
     stock: Server, pruned: Server
 ) -> None:
     """The last test of these servers (``conftest.pytest_collection_modifyitems``)."""
+
+    def kill_worker(server: Server) -> tuple[set[int], bool]:
+        """Statuses of requests that were running (0: no answer), and whether the server ended.
+
+        The worker is stopped before they are sent, so that no machine answers them before the kill.
+        """
+
+        def ask(number: int) -> int:
+            try:
+                return server.post(CHAT, body(server, examples(2)[number]))[0]
+            except httpx.HTTPError:
+                return 0
+
+        processes = psutil.Process(server.process.pid).children(recursive=True)
+        titles = {" ".join(process.cmdline()): process for process in processes}
+        # Of one rank, both are one process.
+        engine = ("VLLM::Worker", "VLLM::EngineCore")
+        worker = next(
+            titles[t] for title in engine for t in titles if t.startswith(title)
+        )
+        worker.suspend()
+        deadline = time.monotonic() + 600
+        with ThreadPoolExecutor(4) as pool:
+            requests = [pool.submit(ask, number) for number in range(4)]
+            # Until all four are with the engine.
+            wait_until_idle(server.process.pid, deadline)
+            assert not any(request.done() for request in requests)
+            worker.kill()
+            statuses = {request.result() for request in requests}
+            while server.process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.2)
+        return statuses, server.process.poll() is not None
+
+    def wait_until_idle(pid: int, deadline: float) -> None:
+        """Wait for a process to use less than 2 % of a processor for three seconds."""
+        process = psutil.Process(pid)
+        used = -1.0
+        while (now := sum(process.cpu_times()[:2])) - used > 0.06:
+            assert time.monotonic() < deadline
+            used = now
+            time.sleep(3)
+
     statuses, ended = kill_worker(stock)
     assert kill_worker(pruned) == (statuses, ended)
     assert 200 not in statuses

@@ -128,12 +128,10 @@ def test_two_front_ends_answer_alike_and_report_the_same_totals(
     assert scrapes[0]["selection_seconds_count"] > 0
 
 
-_VLLM = re.compile(r'HTTP/1\.1" \d{3}|Engine \d{3}: |\[loggers\.py')
-"""vLLM's own: uvicorn's line a request, and its figures every ten seconds."""
-
-
 def test_requests_add_no_lines(pruned: Server) -> None:
     """One request of every kind a round; states and unknown names differ by round."""
+    # vLLM's own: uvicorn's line a request, and its figures every ten seconds.
+    vllm = re.compile(r'HTTP/1\.1" \d{3}|Engine \d{3}: |\[loggers\.py')
     questions = examples(4)
     lines_after_start = 0
     for number in range(12):
@@ -164,7 +162,7 @@ def test_requests_add_no_lines(pruned: Server) -> None:
         lines_after_start = lines_after_start or len(pruned.logged().splitlines())
     added = pruned.logged().splitlines()[lines_after_start:]
     assert sum('HTTP/1.1" ' in line for line in added) == 11 * len(entries)
-    assert [line for line in added if not _VLLM.search(line)] == []
+    assert [line for line in added if not vllm.search(line)] == []
 
 
 def test_all_problems_of_a_start_are_reported_with_pointers(tmp_path: Path) -> None:
@@ -243,10 +241,11 @@ def test_both_engines_answer_alike(runner: Runner) -> None:
 @pytest.mark.exhaustive
 def test_another_state_is_rolled_out_under_traffic(runner: Runner) -> None:
     """Two servers side by side; the old one is told to end while it answers, and answers all."""
+    clients = 12
     # In float32, so that an answer does not depend on the requests that share its step.
     flags = (*COMMON, *PRUNED, "--dtype", "float32", "--shutdown-timeout", "100")
     new_state = ("--autoprune-state", "visionzip", "--autoprune-budget", "16")
-    questions = examples(4)[:CLIENTS]
+    questions = examples(4)[:clients]
 
     def answer(server: Server, number: int) -> str:
         return text_of(ask(server, questions[number], max_tokens=200, ignore_eos=True))
@@ -254,9 +253,9 @@ def test_another_state_is_rolled_out_under_traffic(runner: Runner) -> None:
     with ExitStack() as stack:
         start = partial(serve, LLAVA, *flags, env=runner.environment)
         old, new = (stack.enter_context(start(*more)) for more in ((), new_state))
-        expected = [answer(old, number) for number in range(CLIENTS)]
-        pool = stack.enter_context(ThreadPoolExecutor(CLIENTS))
-        running = [pool.submit(answer, old, number) for number in range(CLIENTS)]
+        expected = [answer(old, number) for number in range(clients)]
+        pool = stack.enter_context(ThreadPoolExecutor(clients))
+        running = [pool.submit(answer, old, number) for number in range(clients)]
         # For requests on their way, as a hook of Kubernetes before the signal.
         time.sleep(2)
         old.process.send_signal(signal.SIGTERM)
@@ -264,7 +263,4 @@ def test_another_state_is_rolled_out_under_traffic(runner: Runner) -> None:
             ask(new, example)
         assert [request.result() for request in running] == expected
         assert old.process.wait(timeout=120) == 0
-        assert samples(new)["requests state=visionzip"] == CLIENTS
-
-
-CLIENTS = 12
+        assert samples(new)["requests state=visionzip"] == clients

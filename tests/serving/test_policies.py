@@ -45,7 +45,6 @@ SMALL: Mapping[str, Any] = {
     "max_model_len": 512,
     "num_gpu_blocks_override": 64,
 }
-BUDGETS = (8, 16)
 
 
 def _assert_no_fallback(engine: Engine, earlier: Counter[str], name: str) -> None:
@@ -69,6 +68,7 @@ def test_a_base_policy_keeps_what_it_keeps_in_transformers() -> None:
     Requests to one engine bring the policies. One that does not read the instruction selects once
     an image: later questions find the rows in vLLM's caches.
     """
+    budgets = (8, 16)
     questions = examples(2)
     engine = start({**STATE, "requests": "states"}, **SMALL)
     unpruned = engine.generate_each(
@@ -81,7 +81,7 @@ def test_a_base_policy_keeps_what_it_keeps_in_transformers() -> None:
         earlier = _count(engine)
         state = alone(name)
         selections = 0
-        for budget, number in product(BUDGETS, range(len(questions))):
+        for budget, number in product(budgets, range(len(questions))):
             policy = materialize(load_state(json.dumps(state)), budget)
             (answer,) = engine.generate(
                 [prompt(questions[number], state=state, budget=budget)]
@@ -102,7 +102,7 @@ def test_a_base_policy_keeps_what_it_keeps_in_transformers() -> None:
                 selections += 1
         reads_instruction = bool(base.needs_of(base.default_params) & INSTRUCTION_NEEDS)
         images = 2
-        assert selections == len(BUDGETS) * (
+        assert selections == len(budgets) * (
             len(questions) if reads_instruction else images
         ), name
         _assert_no_fallback(engine, earlier, name)

@@ -16,14 +16,14 @@ from vllm_autoprune.serving.api.positions import PromptItem, pack_items
 pytestmark = pytest.mark.engine
 
 CONTEXT = 1024
-THIN = (28 * 100, 28)
-"""An image of 100 tokens in one row, which takes 100 positions however few are kept."""
 
 
 @pytest.mark.both
 @in_engine
 def test_thin_images_are_refused_where_their_positions_pass_the_context() -> None:
     """8 tokens an image, so that vLLM's own bound of tokens lets hundreds of them pass."""
+    # An image of 100 tokens in one row, which takes 100 positions however few are kept.
+    thin = (28 * 100, 28)
     from vllm.exceptions import VLLMValidationError
 
     settings = {"state": "cen_divprune", "budget": 8}
@@ -34,7 +34,7 @@ def test_thin_images_are_refused_where_their_positions_pass_the_context() -> Non
         text = (
             "user " + "<|vision_start|><|image_pad|><|vision_end|>" * images + " what"
         )
-        prompt = raw_prompt(text, [picture(*THIN, seed) for seed in range(images)])
+        prompt = raw_prompt(text, [picture(*thin, seed) for seed in range(images)])
         sampling = greedy(tokens, ignore_eos=True)
         (output,) = engine.llm.generate([prompt], sampling, use_tqdm=False)
         return len(output.outputs[0].token_ids)

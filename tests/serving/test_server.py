@@ -101,18 +101,18 @@ def test_endpoint_describes_the_state_on_every_front_end_and_is_off_by_default(
         pruned.get(PATH)
 
 
-def chat_shot(number: int, url: str) -> list[dict[str, object]]:
-    """What an agent says and calls, and the screenshot that its tool returns."""
-    function = {"name": "look", "arguments": "{}"}
-    call = {"id": f"c{number}", "type": "function", "function": function}
-    shot = {"type": "image_url", "image_url": {"url": url}}
-    return [
-        {"role": "assistant", "content": f"I look {number}.", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": f"c{number}", "content": [shot]},
-    ]
-
-
 def test_screenshots_of_an_agent_stay_in_the_prefix_cache(pruned: Server) -> None:
+
+    def chat_shot(number: int, url: str) -> list[dict[str, object]]:
+        """What an agent says and calls, and the screenshot that its tool returns."""
+        function = {"name": "look", "arguments": "{}"}
+        call = {"id": f"c{number}", "type": "function", "function": function}
+        shot = {"type": "image_url", "image_url": {"url": url}}
+        return [
+            {"role": "assistant", "content": f"I look {number}.", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": f"c{number}", "content": [shot]},
+        ]
+
     images = {example.image_id: example for example in draw_examples("test", 10)}
     talk: list[object] = [{"role": "user", "content": "How many shapes?"}]
     previous = 0
@@ -138,7 +138,6 @@ def test_screenshots_of_an_agent_stay_in_the_prefix_cache(pruned: Server) -> Non
 # ---- requests that are rendered before the engine, by another server, or by a client ----
 
 RENDER = f"{CHAT}/render"
-GENERATE = "/inference/v1/generate"
 
 
 @pytest.mark.only("v1")
@@ -198,28 +197,29 @@ def test_rendering_is_not_counted_and_beams_are_one_request(pruned: Server) -> N
 
 
 FLAGS = (*COMMON, "--dtype", "float32")
-STATES = (*PRUNED, "--autoprune-requests", "states")
-ENTRIES: tuple[dict[str, object], ...] = (
-    {},
-    {"budget": 8},
-    {"state": "visionzip", "budget": 16},
-    {"keep": "random"},
-    {"enabled": False},
-)
 
 
 @pytest.mark.exhaustive
 def test_rendered_elsewhere_is_answered_as_a_whole_request(runner: Runner) -> None:
     """By ``vllm launch render``; the generate server does not guess a budget without the plugin."""
+    generate = "/inference/v1/generate"
+    states = (*PRUNED, "--autoprune-requests", "states")
+    entries: tuple[dict[str, object], ...] = (
+        {},
+        {"budget": 8},
+        {"state": "visionzip", "budget": 16},
+        {"keep": "random"},
+        {"enabled": False},
+    )
     render = ("launch", "render")
     env = runner.environment
-    with serve(LLAVA, *FLAGS, *STATES, "--enable-scale-out", env=env) as generator:
-        with serve(LLAVA, *FLAGS, *STATES, env=env, subcommand=render) as renderer:
-            for number, fields in enumerate(ENTRIES):
+    with serve(LLAVA, *FLAGS, *states, "--enable-scale-out", env=env) as generator:
+        with serve(LLAVA, *FLAGS, *states, env=env, subcommand=render) as renderer:
+            for number, fields in enumerate(entries):
                 request = rendered(renderer, number, **entry(**fields))
                 expected = ask(generator, examples(2)[number], **entry(**fields))
                 assert len(request["token_ids"]) == prompt_tokens(expected), fields
-                status, answer = generator.post(GENERATE, request)
+                status, answer = generator.post(generate, request)
                 assert status == 200, answer
                 ids: Any = answer["choices"]
                 said = {"model": generator.model, "tokens": ids[0]["token_ids"]}
@@ -229,6 +229,6 @@ def test_rendered_elsewhere_is_answered_as_a_whole_request(runner: Runner) -> No
             LLAVA, *FLAGS, env={**env, DISABLE: "1"}, subcommand=render
         ) as renderer:
             request = rendered(renderer)
-        status, answer = generator.post(GENERATE, request)
+        status, answer = generator.post(generate, request)
         assert (status, "render" in str(answer)) == (400, True), answer
         ask(generator, examples(1)[0])

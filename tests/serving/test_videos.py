@@ -21,8 +21,6 @@ from vllm_autoprune.selftest.questions import picture, video
 pytestmark = pytest.mark.engine
 
 PER_FRAME = 6
-SINGLE = {"llava_onevision": (4, 1), "internvl": (4, 0), "internvl_chat": (4, 0)}
-"""Backbones whose frames are not joined two by two: tokens of one, rows behind the last."""
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "limit_mm_per_prompt": {"image": 1, "video": 2},
@@ -70,6 +68,8 @@ def requests(model: Any, **entry: Any) -> list[Prompt]:
 @in_engine
 def test_k_of_all_tokens_is_stock_and_counts_are_exact(backbone: str) -> None:
     """One by one and all at once, in steps that end within videos; another question shares them."""
+    # Backbones whose frames are not joined two by two: tokens of one, rows behind the last.
+    single = {"llava_onevision": (4, 1), "internvl": (4, 0), "internvl_chat": (4, 0)}
     model = built(backbone)
     groups = (1, 2, 3, 7, 3, 3, 5)
     engine = start(None, model, **OPTIONS)
@@ -89,8 +89,8 @@ def test_k_of_all_tokens_is_stock_and_counts_are_exact(backbone: str) -> None:
         unpruned["prompt_tokens"] - few["prompt_tokens"]
         for unpruned, few in zip(stock, answers, strict=True)
     ]
-    tokens, ends = SINGLE.get(backbone, (PER_FRAME, 0))
-    frames = 2 if backbone in SINGLE else 1
+    tokens, ends = single.get(backbone, (PER_FRAME, 0))
+    frames = 2 if backbone in single else 1
     expected = [count * frames * (tokens - 2) + ends for count in groups[: len(few)]]
     if ends:  # of two videos
         expected[-1] += ends
