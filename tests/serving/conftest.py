@@ -8,7 +8,12 @@ import pytest
 
 from benchmarks.server import Server, serve
 from tests.serving.engine import CLIP, LLAVA
-from tests.serving.runners import Runner, begin_tests, end_processes
+from tests.serving.runners import (
+    Runner,
+    begin_tests,
+    end_processes,
+    find_functions,
+)
 from vllm_autoprune.serving.api.endpoint import NAME
 
 COMMON = (
@@ -42,7 +47,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(trylast=True)  # after pytest has grouped the tests by model runner
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run tests that end a shared server after all others of the same model runner."""
+    """Run tests of servers first, while engines in processes of their own work on the others.
+
+    Tests that end a shared server run after all others of servers and the same model runner.
+    """
+    in_engines = [item for item in items if find_functions(item)]
+    items[:] = [item for item in items if not find_functions(item)]
     ends = [item for item in items if item.get_closest_marker("ends_servers")]
     for item in ends:
         name = item.callspec.id if isinstance(item, pytest.Function) else ""
@@ -51,6 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             i for i, other in enumerate(items) if name in other.nodeid.partition("[")[2]
         ]
         items.insert(max(of_runner, default=len(items) - 1) + 1, item)
+    items += in_engines
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -115,20 +115,25 @@ def in_engine(function: Callable[..., Result]) -> Callable[..., None]:
     return test
 
 
+def find_functions(item: pytest.Item) -> list[Callable[..., Result]]:
+    """What runs in an engine's process for a test: the test, and what it reads by its marks."""
+    if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+        return []
+    functions = [vars(item.obj).get("in_engine")]
+    functions += [
+        function for mark in item.iter_markers("reads") for function in mark.args
+    ]
+    return [function for function in functions if function]
+
+
 def begin_tests(items: list[pytest.Item]) -> None:
     """Queue the tests that run in an engine's process, and what others read.
 
     They read the functions of their mark ``reads``, with those of their parameters that these take.
     """
     for item in items:
-        if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
-            continue
-        parameters = dict(item.callspec.params)
-        functions = [vars(item.obj).get("in_engine")]
-        functions += [
-            function for mark in item.iter_markers("reads") for function in mark.args
-        ]
-        for function in filter(None, functions):
+        for function in find_functions(item):
+            parameters = dict(cast("pytest.Function", item).callspec.params)
             taken = inspect.signature(function).parameters
             chosen = {
                 name: value for name, value in parameters.items() if name in taken
