@@ -26,8 +26,6 @@ _ROLES = {
     "model": "assistant",
 }
 """Names of roles in conversations; others are as in chat requests."""
-_KEYS = (("role", "content"), ("from", "value"))
-"""Of turns in chat requests, and in conversations of ShareGPT's form."""
 _WITHOUT_PICTURE = "without a picture"
 
 
@@ -116,14 +114,7 @@ def read_turns(record: Record, turns: object) -> AskedQuestion | str:
     turns = parse(turns) if isinstance(turns, str) else turns
     messages = list[dict[str, Any]]()
     for turn in turns if isinstance(turns, list) else [turns]:
-        role, content = _KEYS[isinstance(turn, dict) and "from" in turn]
-        if not (isinstance(turn, dict) and isinstance(turn.get(role), str)):
-            what = "has a message without a role"
-            fix = "give each a role and its content"
-            raise ConfigError.of(record.where, what, fix, subject="data")
-        others = {name: turn[name] for name in turn.keys() - {role, content}}
-        name = _ROLES.get(turn[role], turn[role])
-        messages.append({"role": name, "content": turn.get(content), **others})
+        messages.append(_read_turn(record, turn))
     if system := record.fields.get("system"):
         messages.insert(0, {"role": "system", "content": system})
     _place_media(record, messages)
@@ -140,6 +131,21 @@ def read_turns(record: Record, turns: object) -> AskedQuestion | str:
         return _WITHOUT_PICTURE
     answers = [answer] if answer.strip() else list_texts(record.fields.get("solution"))
     return AskedQuestion(record.where, messages, tuple(map(str, answers)))
+
+
+def _read_turn(record: Record, turn: object) -> dict[str, Any]:
+    """The message of a turn, whose other fields, such as calls of tools, stay."""
+    if isinstance(turn, dict):
+        fields = dict(turn)
+        if "from" in fields:
+            fields["role"] = fields.pop("from")
+            fields["content"] = fields.pop("value", None)
+        if isinstance(role := fields.get("role"), str):
+            content = fields.get("content")
+            return {**fields, "role": _ROLES.get(role, role), "content": content}
+    what = "has a message without a role"
+    fix = "give each a role and its content"
+    raise ConfigError.of(record.where, what, fix, subject="data")
 
 
 def _join_text(content: object) -> str:

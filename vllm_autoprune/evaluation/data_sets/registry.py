@@ -82,7 +82,9 @@ class DataFile:
             )
         if files := self.unread:
             shown = ", ".join(files[:_SHOWN]) + ", ..." * (len(files) > _SHOWN)
-            note = f"passed over {len(files)} files that no question is about: {shown}"
+            note = (
+                f"passed over files that no question is about ({len(files)}): {shown}"
+            )
             if any(file.lower().endswith((".heic", ".heif")) for file in files):
                 note += " (pip install 'vllm-autoprune[data]' reads HEIC)"
             notes.append(note)
