@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import httpx
@@ -20,7 +20,7 @@ from offline_search.prompt import Messages
 from offline_search.proposer import Reply
 from offline_search.replies import UNFINISHED
 from vllm_autoprune.connection import Connection, api_address, make_client
-from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.errors import ConfigError, Problem, SearchError
 from vllm_autoprune.http_client import (
     FAILURES,
     ChatAnswer,
@@ -29,6 +29,7 @@ from vllm_autoprune.http_client import (
     UnknownFormat,
     describe_error,
     describe_failure,
+    is_unpaid,
     may_pass,
     read_models,
     read_object,
@@ -64,6 +65,12 @@ class EndpointSettings:
 
 _CHECK_TOKENS = 16
 """Length of the reply to the first check: some endpoints refuse less."""
+_CHECK_TIMEOUT = 60.0
+"""Seconds for that reply."""
+_TIMED_ATTEMPTS = 2
+"""Of a request that is not answered in time, because each may take minutes."""
+_REFUSED = (401, 402, 403, 404)
+"""Statuses of key, credit, model and address, with which no further request can succeed."""
 
 _DROPPABLE = ("max_tokens", "temperature", "seed", "response_format")
 """Fields that an endpoint may refuse; the last by any words, or by failing on the schema."""
@@ -72,7 +79,8 @@ _DROPPABLE = ("max_tokens", "temperature", "seed", "response_format")
 class EndpointProposer:
     """Proposer behind an endpoint, which is asked again after a failure that may pass.
 
-    A failure that remains is a reply. Fields of a request that the endpoint refuses are no longer
+    A failure of one request that remains is a reply; one that every request would meet ends the
+    search by :class:`SearchError`. Fields of a request that the endpoint refuses are no longer
     sent once a request without them has succeeded.
     """
 
@@ -101,35 +109,45 @@ class EndpointProposer:
         fields = self._fields(
             ({"role": "user", "content": "Say yes."},), None, 0, _CHECK_TOKENS
         )
+        timeout = min(_CHECK_TIMEOUT, self._endpoint.timeout)
         try:
-            _read_completion(await self._send(fields, retries=0))
+            _read_completion(await self._send(fields, 0, timeout))
             return
         except FAILURES as error:
-            example = "an OpenAI-compatible endpoint, such as http://HOST:PORT/v1"
-            problem = describe_failure(self._url.removesuffix("/v1"), error, example)
-            where, what, fix = (
-                "--proposer-url",
-                f"{problem.where} {problem.what}",
-                problem.fix,
-            )
-            if isinstance(error, httpx.HTTPStatusError):
-                if may_pass(error) and "insufficient_quota" not in error.response.text:
-                    return  # requests of the search are asked again
-                if error.response.status_code in (401, 403):
-                    where = "--proposer-key-env"
-                    fix = "name a variable that holds a valid key"
-                elif error.response.status_code == 404:
-                    with suppress(*FAILURES):  # an endpoint need not list any
-                        response = await self._http.get(f"{self._url}/models")
-                        names = ", ".join([*read_models(response)][:8])
-                        fix = f"name a model that the endpoint has: {names}"
-                        where = "--proposer-model"
-        raise ConfigError("proposer", [Problem(where, what, fix)])
+            if isinstance(error, httpx.HTTPStatusError) and may_pass(error):
+                return  # requests of the search are asked again
+            problem = await self._explain(error)
+        raise ConfigError("proposer", [problem])
+
+    async def _explain(self, error: Exception) -> Problem:
+        """Why the endpoint cannot be used, and the flag that names what is wrong."""
+        example = "an OpenAI-compatible endpoint, such as http://HOST:PORT/v1"
+        url = self._url.removesuffix("/v1")
+        problem = await asyncio.to_thread(describe_failure, url, error, example)
+        where = "--proposer-url"
+        fix = problem.fix
+        status = None
+        if isinstance(error, httpx.HTTPStatusError):
+            status = error.response.status_code
+        if status in (401, 403):
+            where = "--proposer-key-env"
+            fix = "name a variable that holds a valid key"
+        elif status == 404:
+            where += ", --proposer-model"  # which of them is not known
+            with suppress(*FAILURES):  # an endpoint need not list any
+                response = await self._http.get(f"{self._url}/models")
+                names = ", ".join([*read_models(response)][:8])
+                fix = f"name a model that the endpoint has: {names}"
+                where = "--proposer-model"
+        return Problem(where, f"{problem.where} {problem.what}", fix)
 
     async def reply(
         self, messages: Messages, schema: JsonObject | None, seed: int
     ) -> Reply:
-        """Reply to a chat; without the schema where the endpoint refuses one."""
+        """Reply to a chat; without the schema where the endpoint refuses one.
+
+        Raises :class:`SearchError` where no further request can succeed.
+        """
         endpoint = self._endpoint
         fields = self._fields(messages, schema, seed, endpoint.reply_tokens)
         async with self._slots:
@@ -138,11 +156,13 @@ class EndpointProposer:
                     await self._send(fields, endpoint.retries), endpoint.price
                 )
             except httpx.HTTPError as error:
-                tried = (
-                    f", after at most {endpoint.retries} retries"
-                    if may_pass(error)
-                    else ""
-                )
+                if _ends_search(error):
+                    problem = await self._explain(error)
+                    fix = f"{problem.fix}; then --resume, which goes on from here"
+                    raise SearchError("proposer", [replace(problem, fix=fix)]) from None
+                tried = ""
+                if may_pass(error):
+                    tried = f", after at most {endpoint.retries} retries"
                 return Reply(None, describe_error(error) + tried)
             except FAILURES as error:
                 return Reply(
@@ -168,7 +188,12 @@ class EndpointProposer:
             fields["response_format"] = {"type": "json_schema", "json_schema": named}
         return {**fields, **endpoint.options}
 
-    async def _send(self, fields: Mapping[str, object], retries: int) -> httpx.Response:
+    async def _send(
+        self,
+        fields: Mapping[str, object],
+        retries: int,
+        timeout: float | None = None,
+    ) -> httpx.Response:
         """The response to a request, without the fields that the endpoint refuses."""
         reasons = dict[str, str]()
         waits = Retries(retries + 1, self._endpoint.first_wait)
@@ -180,27 +205,17 @@ class EndpointProposer:
                 body["max_completion_tokens"] = fields["max_tokens"]
             try:
                 response = await self._http.post(
-                    f"{self._url}/chat/completions", json=body
+                    f"{self._url}/chat/completions",
+                    json=body,
+                    timeout=timeout or self._endpoint.timeout,
                 )
                 response.raise_for_status()
             except httpx.HTTPError as error:
-                failed = (
-                    error.response if isinstance(error, httpx.HTTPStatusError) else None
-                )
-                if failed is not None and failed.status_code in (400, 422, 500):
-                    # It may name what it refuses; a schema it may refuse in any words.
-                    words = re.findall(
-                        r"\w+", failed.text if failed.status_code != 500 else ""
-                    )
-                    refused = [
-                        name for name in _DROPPABLE if name in body and name in words
-                    ]
-                    if refused or "response_format" in body:
-                        reasons[(*refused, "response_format")[0]] = describe_error(
-                            error
-                        )
-                        continue
-                if not may_pass(error):
+                if name := _find_refused_field(error, body):
+                    reasons[name] = describe_error(error)
+                    continue
+                is_slow = isinstance(error, httpx.ReadTimeout)
+                if not may_pass(error) or (is_slow and attempt >= _TIMED_ATTEMPTS):
                     raise
                 wait = waits.wait(attempt, error, self._failures)
                 if wait is None:
@@ -217,6 +232,30 @@ class EndpointProposer:
                 print(line, file=sys.stderr, flush=True)
             self.unsent = unsent
             return response
+
+
+def _find_refused_field(error: Exception, body: Mapping[str, object]) -> str | None:
+    """A field of a request that its endpoint may have refused; None where it was something else.
+
+    It may name the field; a schema it may refuse in any words.
+    """
+    if not isinstance(error, httpx.HTTPStatusError):
+        return None
+    response = error.response
+    if response.status_code not in (400, 422, 500):
+        return None
+    words = re.findall(r"\w+", response.text if response.status_code != 500 else "")
+    named = [name for name in _DROPPABLE if name in body and name in words]
+    if "response_format" in body:
+        named.append("response_format")
+    return next(iter(named), None)
+
+
+def _ends_search(error: Exception) -> bool:
+    """Whether every further request would fail as this one did."""
+    if isinstance(error, httpx.HTTPStatusError):
+        return error.response.status_code in _REFUSED or is_unpaid(error.response)
+    return isinstance(error, httpx.TransportError)
 
 
 def _read_completion(

@@ -140,6 +140,14 @@ def test_a_disk_that_fails_leaves_nothing_of_a_batch(
     assert numbers(path) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
+def test_a_file_without_a_record_is_removed(path: Path) -> None:
+    """Also one with an incomplete record alone, as a killed process leaves it."""
+    for content in (b"", b'{"number":'):
+        path.write_bytes(content)
+        Notes(path).close()
+        assert not path.exists()
+
+
 def test_an_unusable_path_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path, tmp_path / "file" / "notes"):

@@ -93,6 +93,12 @@ class _ErrorBody(BaseModel):
     param: str = Field(validation_alias=AliasPath("error", "param"))
 
 
+class _ErrorCode(BaseModel):
+    """What OpenAI's API names an error, which it gives with status 429 to who has no credit."""
+
+    code: str | None = Field(None, validation_alias=AliasPath("error", "code"))
+
+
 class Metrics:
     """One answer of ``/metrics``; raises :class:`UnknownFormat` for other text."""
 
@@ -382,6 +388,9 @@ def _explain_status(response: httpx.Response, name_server: str) -> _Cause:
             return _Cause(what, name_server, may_be_address=True)
         case 401 | 403:
             fix = "give the key that the server asks for as --api-key or VLLM_API_KEY"
+        case _ if is_unpaid(response):
+            what = f"has no credit left for this key ({describe_rejection(response)})"
+            fix = "add some, or name another endpoint"
         case 407:
             variables = ", ".join(proxy_variables())
             fix = f"give {variables} as http://USER:PASSWORD@HOST:PORT"
@@ -403,6 +412,12 @@ def _explain_transport(error: httpx.TransportError) -> _Cause:
         what = f"has a certificate that is not trusted ({reason})"
         return _Cause(what, "name the certificate of its authority with --ca-file")
     what = f"does not answer ({type(error).__name__}: {text})"
+    if isinstance(error, httpx.ReadTimeout):
+        seconds = error.request.extensions["timeout"]["read"]
+        fix = "look into its log: it may be busy, or hang"
+        return _Cause(f"has not answered within {seconds:g} s", fix)
+    if isinstance(error, _BROKEN):
+        what = f"closes the connection before it has answered ({text})"
     if proxies:
         what += f", asked as {proxies} and NO_PROXY say"
     fix = "start the server, or correct its address"
@@ -439,11 +454,23 @@ def may_pass(error: Exception) -> bool:
     """Whether another attempt may not meet this failure."""
     if not isinstance(error, httpx.HTTPStatusError):
         return True
+    if is_unpaid(error.response):
+        return False
     return error.response.is_server_error or error.response.status_code in (
         408,
         425,
         429,
     )
+
+
+def is_unpaid(response: httpx.Response) -> bool:
+    """Whether an error is that of an account without credit."""
+    if response.status_code == 402:
+        return True
+    with contextlib.suppress(ValidationError):
+        code = _ErrorCode.model_validate(read_json(response)).code
+        return code == "insufficient_quota"
+    return False
 
 
 def read_object(response: httpx.Response) -> dict[str, Any]:

@@ -78,7 +78,11 @@ class RecordFile(Generic[_R]):
         self._size += len(lines)
 
     def close(self) -> None:
-        """Release the lock and close the file."""
+        """Release the lock and close the file; one without a record is removed."""
+        if not self._file.closed and self._size == 0:
+            # A start that was refused leaves nothing.
+            with contextlib.suppress(OSError):
+                self.path.unlink()
         self._file.close()
 
     @contextlib.contextmanager

@@ -259,7 +259,7 @@ def test_one_file_of_questions_is_searched_on_and_said_how_it_is_split(
 
 
 def test_a_server_that_prunes_nothing_is_named_before_the_search(
-    run_command: Run, served: FakeServer, capsys: Printed
+    run_command: Run, served: FakeServer, tmp_path: Path, capsys: Printed
 ) -> None:
     def ignore_budgets(body: Body) -> Answer:
         if "mm_processor_kwargs" in body:
@@ -272,6 +272,28 @@ def test_a_server_that_prunes_nothing_is_named_before_the_search(
         f"{served.url}: prunes nothing: with K = 1 a prompt is"
         in capsys.readouterr().err
     )
+    assert not (tmp_path / "l.jsonl").exists()
+
+
+def test_a_search_whose_proposer_is_lost_stops_and_goes_on_later(
+    run_command: Run, served: FakeServer, tmp_path: Path, capsys: Printed
+) -> None:
+    """The endpoint answers the check and three requests, then its account is empty."""
+    paid = iter(range(4))
+
+    def respond(body: Body) -> Answer:
+        is_paid = "mm_processor_kwargs" in body or next(paid, None) is not None
+        return answer_search(body, 0) if is_paid else error(402, "pay")
+
+    flags = ("--proposals-per-reply", "1", "--rounds", "4")
+    served.respond = respond
+    assert run_command(*flags) == 1
+    told = capsys.readouterr().err
+    assert told.count("status 402") == 1 and "then --resume, which goes on" in told
+    replies = select_records(read_ledger(tmp_path / "l.jsonl"), ReplyRecord)
+    assert [reply.failure for reply in replies] == [""] * 3
+    served.respond = lambda body: answer_search(body, 0)
+    assert run_command(*flags, "--resume") == 0
 
 
 def test_a_reply_that_was_cut_names_the_flag_that_gives_it_room(
@@ -397,7 +419,7 @@ def test_every_wrong_option_is_reported(run_command: Run, capsys: Printed) -> No
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ([], '"calls": 0,'),
+        ([], '"messages": [],\n  "calls": 0,'),
         (["--strategy", "autoprune"], "autoprune needs a language model"),
         (["--proposer-model", "m"], "has no endpoint"),
     ],

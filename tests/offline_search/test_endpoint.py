@@ -14,8 +14,9 @@ from offline_search.endpoint import EndpointProposer, EndpointSettings
 from offline_search.prompt import Messages
 from offline_search.proposer import Reply
 from tests.fake_server import Answer, Body, FakeServer
+from tests.fake_server import Reply as ServerReply
 from tests.offline_search.synthetic import completion, endpoint, error
-from vllm_autoprune.errors import ConfigError
+from vllm_autoprune.errors import ConfigError, SearchError
 
 HELLO: Messages = ({"role": "user", "content": "hello"},)
 SCHEMA: JsonObject = {"type": "object"}
@@ -81,13 +82,10 @@ def fail_first(status: int, times: int = 1, **headers: str) -> Answering:
             "status 503: busy, after at most 3 retries",
             "3 x status 503",
         ),
-        *(
-            (fail_first(status, 99), 1, f"status {status}: busy", "")
-            for status in (401, 404)
-        ),
+        (fail_first(409, 99), 1, "status 409: busy", ""),
         (fail_first(400, 99), 2, "busy", ""),  # with the schema and without it
     ],
-    ids=["429", "503", "408", "Retry-After", "always 503", "401", "404", "400"],
+    ids=["429", "503", "408", "Retry-After", "always 503", "409", "400"],
 )
 async def test_what_may_pass_is_asked_again_and_said_what_remains_is_a_reply(
     answer: Answering, sent: int, failure: str, printed: str, capsys: Printed
@@ -147,7 +145,7 @@ FORBIDDEN = json.dumps({"detail": [{"loc": ["body", "seed"], "msg": "extra"}]}).
         # Not the field's fault: nothing is left out from then on.
         (
             lambda body, n: (
-                error(400, "seed 1") if body["seed"] == 1 else completion("{}")
+                error(400, "seed 1") if body.get("seed", 1) == 1 else completion("{}")
             ),
             [],
             0,
@@ -221,33 +219,75 @@ async def test_what_a_response_holds(
     assert len(reply.failure) < 400
 
 
-async def test_an_unreachable_or_silent_endpoint_fails() -> None:
+async def test_an_unreachable_endpoint_ends_the_search() -> None:
     nowhere = EndpointSettings(
         "http://127.0.0.1:9/v1", "m", retries=1, first_wait=0.001
     )
-    reply = await reply_to(nowhere)
-    assert reply.text is None and "after at most 1 retries" in reply.failure
+    with pytest.raises(SearchError, match=r"does not answer .* then --resume"):
+        await reply_to(nowhere)
     with pytest.raises(ConfigError, match="does not answer"):
         await EndpointProposer(nowhere).prepare()
 
-    def sleep(body: Body, number: int) -> Answer:
-        time.sleep(0.5)
-        return completion("{}")
 
-    with endpoint(sleep) as server:
-        reply = await reply_to(fast_settings(server, retries=0, timeout=0.2))
-    assert reply.text is None and "imeout" in reply.failure
+def hang(body: Body, number: int) -> Answer:
+    time.sleep(0.5)
+    return completion("{}")
+
+
+UNPAID: Answer = (
+    429,
+    b'{"error": {"message": "no", "code": "insufficient_quota"}}',
+    {},
+)
+NO_CREDIT = "has no credit left for this key (status 4"
+
+
+@pytest.mark.parametrize(
+    ("answer", "where", "message", "sent"),
+    [
+        (error(401, "bad"), "--proposer-key-env", "answers with status 401: bad", 1),
+        (error(402, "pay"), "--proposer-url", NO_CREDIT, 1),
+        (UNPAID, "--proposer-url", NO_CREDIT, 1),
+        (error(404, "gone"), "--proposer-model", "answers with status 404: gone", 1),
+        (hang, "--proposer-url", "has not answered within 0.2 s", 2),
+        (
+            ServerReply(drop=True),
+            "--proposer-url",
+            "closes the connection before it has",
+            4,
+        ),
+    ],
+    ids=["401", "402", "quota", "404", "hangs", "closes"],
+)
+async def test_what_every_request_would_meet_ends_the_search_and_is_told_once(
+    answer: Any, where: str, message: str, sent: int
+) -> None:
+    with endpoint(answer if callable(answer) else lambda body, n: answer) as server:
+        settings = fast_settings(server, timeout=0.2)
+        with pytest.raises(SearchError) as caught:
+            await reply_to(settings)
+        assert len(server.requests) == sent
+        with pytest.raises(ConfigError) as refused:
+            await EndpointProposer(settings).prepare()
+    (problem,) = caught.value.problems
+    assert problem.where == where and message in problem.what
+    assert problem.fix.endswith("; then --resume, which goes on from here")
+    assert refused.value.problems[0].what == problem.what
+
+
+async def test_a_model_or_its_address_may_be_wrong_where_no_model_is_listed() -> None:
+    with endpoint(lambda body, n: error(404, "gone")) as server:
+        server.pages["/v1/models"] = None
+        with pytest.raises(ConfigError, match="--proposer-url, --proposer-model: "):
+            await EndpointProposer(fast_settings(server)).prepare()
 
 
 @pytest.mark.parametrize(
     ("answer", "where"),
     [
-        (error(401, "bad key"), "--proposer-key-env"),
         (error(403, "not yours"), "--proposer-key-env"),
-        (error(404, "no such model"), "--proposer-model"),
         (error(400, "what?"), "--proposer-url"),
         ((307, b"", {"Location": "/v2"}), "--proposer-url"),
-        ((429, b'{"error": {"code": "insufficient_quota"}}', {}), "--proposer-url"),
         (
             completion("", choices=None, error={"message": "no credit"}),
             "--proposer-url",
@@ -257,7 +297,7 @@ async def test_an_unreachable_or_silent_endpoint_fails() -> None:
         (error(503), ""),
     ],
 )
-async def test_a_wrong_key_or_model_is_found_before_the_search(
+async def test_an_answer_of_another_kind_is_found_before_the_search(
     answer: Answer, where: str
 ) -> None:
     with endpoint(lambda body, n: answer) as server:
@@ -269,4 +309,3 @@ async def test_a_wrong_key_or_model_is_found_before_the_search(
                 await proposer.prepare()
     (problem,) = caught.value.problems
     assert problem.where == where and problem.what and problem.fix
-    assert where != "--proposer-model" or problem.fix.endswith(": m")

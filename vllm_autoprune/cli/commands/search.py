@@ -230,6 +230,8 @@ def _print_estimate(
     from offline_search.search import estimate_cost
 
     messages, calls, cost, answers = estimate_cost(settings, dataset, flags.price)
+    if not calls:
+        messages = ()  # nobody would get them
     reply = "one proposal"
     if settings.proposals_per_reply > 1:
         reply = f"up to {settings.proposals_per_reply} proposals"
@@ -237,9 +239,11 @@ def _print_estimate(
     text = (
         f"At most {calls} requests to the proposer, each for {reply}: about "
         f"{cost.prompt_tokens} prompt tokens and {cost.completion_tokens} completion "
-        f"tokens, money {cost.money:.4f}; repairs are extra. Answers of the served model: "
-        f"{counts}."
+        f"tokens, money {cost.money:.4f}; repairs are extra."
     )
+    if not calls:
+        text = "No language model is asked."
+    text += f" Answers of the served model: {counts}."
     seconds = None
     if flags.server_url:
         unpruned_seconds, pruned_seconds = asyncio.run(
