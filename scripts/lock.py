@@ -1,5 +1,6 @@
 """Write requirements/cpu.txt, the exact versions of the CPU environment, without installing it."""
 
+import argparse
 import json
 import re
 import subprocess
@@ -22,6 +23,7 @@ EXCLUDED = {
 
 def main() -> None:
     """Resolve, remove the excluded distributions and write the lock."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     ours = project["dependencies"] + [req for extra in EXTRAS for req in extras[extra]]

@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 from vllm_autoprune.backbones import BACKBONE_SHAPES  # noqa: E402
 from vllm_autoprune.checkpoint import count_tokens  # noqa: E402
+from vllm_autoprune.cli.output import CommandParser  # noqa: E402
 from vllm_autoprune.selftest.backbones import TINY_MODELS, build  # noqa: E402
 from vllm_autoprune.serving.models import BACKBONES, CHECKPOINTS, REFUSALS  # noqa: E402
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall  # noqa: E402
@@ -164,8 +165,14 @@ def read_table() -> str:
     return PAGE.read_text().split("<!-- models -->\n")[1].split("\n<!-- /models -->")[0]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Write the table into the page."""
+    CommandParser(description=__doc__).parse_args()
     counts = {
         backbone.name: count_published(backbone.name) for backbone in BACKBONES.values()
     }
     PAGE.write_text(PAGE.read_text().replace(read_table(), format_models(counts)))
+
+
+if __name__ == "__main__":
+    main()

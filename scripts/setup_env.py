@@ -4,6 +4,7 @@ All work-arounds for the CPU wheels are here and in requirements/cpu/, each with
 that are not needed are skipped. With CUDA, install the project normally (docs/development.md).
 """
 
+import argparse
 import hashlib
 import os
 import subprocess
@@ -112,7 +113,9 @@ def install_packages(python: Path) -> None:
 
 def main() -> None:
     """Build the environment named on the command line, or bring it up to date."""
-    path = Path(os.path.abspath(sys.argv[1] if len(sys.argv) > 1 else ROOT / ".venv"))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("path", nargs="?", default=ROOT / ".venv", help="its folder")
+    path = Path(os.path.abspath(parser.parse_args().path))
     python = path / "bin/python"
     stamp = path / "autoprune-stamp"
     name = os.path.relpath(path, ROOT)

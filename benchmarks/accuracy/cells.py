@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from benchmarks.yardsticks.scenes import WORDS
+from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.evaluation.pictures import _decode
 from vllm_autoprune.tpdsl.cells import Cells, kept_cells
 
@@ -151,7 +152,12 @@ def count_losses() -> Iterator[tuple[str | int, ...]]:
             yield name, rule, len(marked), *(int(mask.sum()) for mask in masks)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Count, and print rows of ``docs/data``."""
+    parser = CommandParser(
+        prog="python -m benchmarks.accuracy.cells", description=__doc__
+    )
+    parser.parse_args()
     head = (
         "kind",
         "rule",
@@ -162,3 +168,7 @@ if __name__ == "__main__":
         "dropped_of_one_colour",
     )
     csv.writer(sys.stdout, lineterminator="\n").writerows((head, *count_losses()))
+
+
+if __name__ == "__main__":
+    main()

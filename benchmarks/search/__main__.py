@@ -12,7 +12,7 @@ from typing import get_args
 
 from benchmarks.policies import QUOTAS
 from benchmarks.search.evaluator import write_data
-from benchmarks.search.results import format_tables
+from benchmarks.search.results import format_tables, read_results
 from benchmarks.search.study import (
     ABLATIONS,
     ARMS,
@@ -64,6 +64,10 @@ def write_splits(options: argparse.Namespace) -> None:
 
 def print_tables(options: argparse.Namespace) -> None:
     """Print the tables of a study again."""
+    if not read_results(options.out):
+        what = "has no results.jsonl with the results of searches"
+        fix = "name the folder of one model and K of a study, or run it"
+        raise SearchError.of(f"--out {options.out}", what, fix)
     print(format_tables(options.out, options.strategies, range(options.seeds)), end="")
 
 

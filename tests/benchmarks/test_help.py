@@ -1,0 +1,41 @@
+"""Commands of the repository beside `vllm-autoprune`: their help, which measures nothing."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.search.__main__ import main as search
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = [
+    path.relative_to(ROOT)
+    for folder in ("benchmarks", "scripts", "examples")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if '__name__ == "__main__"' in path.read_text()
+]
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_help_is_all_that_is_printed(
+    command: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(command), "--help"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / command), run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: ")
+
+
+def test_a_folder_without_searches_has_no_tables(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    assert search(["table", "--out", str(tmp_path)]) == 1
+    printed = capsys.readouterr()
+    assert not printed.out and "has no results.jsonl with the results" in printed.err
