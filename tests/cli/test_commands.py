@@ -341,7 +341,9 @@ def test_validate_reports_every_state(tmp_path: Path, capsys: Captured) -> None:
     bad.write_text('{"schema": "autoprune-state/1", "name": "x"}')
     output = run(capsys, "validate", str(bad), "autoprune", status=1)
     assert (
-        "/budget: required but missing" in output
+        "/budget: required but missing: B: number of tokens kept per image -> add "
+        '"budget": {"atom": "fixed_budget@32"}'
+        in output
         and "autoprune: valid, K = 32" in output
     )
 

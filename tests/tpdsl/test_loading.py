@@ -27,6 +27,7 @@ from vllm_autoprune.tpdsl.loading import (
     MAX_PROBLEMS,
     MAX_VALUES,
     RULES,
+    SMALLEST,
     parse_json,
 )
 
@@ -316,6 +317,30 @@ def test_all_problems_are_reported_together() -> None:
     bad = changed({"/scoring/signals": [{"atom": "x"}, {"atom": "y"}]})
     places = [where for where, _ in refused(bad)]
     assert places == ["/scoring/signals/0/atom", "/scoring/signals/1/atom"]
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        *(("", name) for name in SMALLEST if name not in ("schema", "name")),
+        *(("scoring", name) for name in ("signals", "kernel", "fusion")),
+        *(("constraints", name) for name in ("pool", "selector")),
+    ],
+)
+def test_what_is_missing_is_told_with_the_smallest_state(part: str, name: str) -> None:
+    """The fix, written into what is left of it, makes the smallest state whole again."""
+    assert load_state(SMALLEST).name == "mine"
+    document = json.loads(json.dumps(SMALLEST))
+    inside = document[part] if part else document
+    value = inside.pop(name)
+    with pytest.raises(StateError) as caught:
+        load_state(document)
+    problem, *advice = caught.value.problems
+    assert problem.where == f"/{part}/{name}".replace("//", "/")
+    assert re.fullmatch("required but missing: .*[^.]", problem.what)
+    assert json.loads("{" + problem.fix.removeprefix("add ") + "}") == {name: value}
+    smallest = [json.loads(p.fix.partition(": ")[2]) for p in advice]
+    assert smallest == ([] if part else [SMALLEST])
 
 
 def test_omitted_problems_are_counted_and_an_empty_state_lacks_its_version() -> None:

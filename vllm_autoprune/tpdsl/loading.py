@@ -20,13 +20,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NoReturn
 
-from pydantic import JsonValue, ValidationError
+from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 
 from vllm_autoprune.errors import Problem, StateError
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.registry import ATOMS
-from vllm_autoprune.tpdsl.state import SCHEMA, PruningState
+from vllm_autoprune.tpdsl.state import SCHEMA, Constraints, PruningState, Scoring
 
 MAX_BYTES = 1 << 20
 """Largest text, in bytes, that is read; a state has a few kilobytes."""
@@ -324,11 +324,39 @@ def _list_problems(error: ValidationError, data: JsonValue) -> list[Problem]:
     ]
     problems = [_problem(detail, data) for detail in details[:MAX_PROBLEMS]]
     omitted = len(details[MAX_PROBLEMS:])
+    lacks_parts = any(d["type"] == "missing" and len(d["loc"]) == 1 for d in details)
+    if lacks_parts and not omitted:
+        fix = f"begin with the smallest one: {json.dumps(SMALLEST)}"
+        problems.append(Problem("", "is no whole state", fix, "missing"))
     if omitted:
         fix = "fix the ones above first"
         problems.append(Problem("", f"{omitted} more problems", fix, "more"))
     return problems
 
+
+_PARTS: Mapping[str, type[BaseModel]] = {
+    "/scoring": Scoring,
+    "/constraints": Constraints,
+}
+
+SMALLEST: dict[str, JsonValue] = {
+    "schema": SCHEMA,
+    "name": "mine",
+    "base_policy": {"name": "norm"},
+    "budget": {"atom": "fixed_budget@32"},
+    "scoring": {
+        "signals": [{"atom": "visual_token_norm_saliency"}],
+        "kernel": {"atom": "pairwise_cosine_kernel"},
+        "fusion": {"atom": "weighted_product_fusion"},
+    },
+    "constraints": {
+        "pool": [{"atom": "quality_pool_builder"}],
+        "selector": {"atom": "reference_strict_preservation_selector"},
+    },
+    "reassembly": {"atom": "mean_residual"},
+    "safety": ["preserve_budget"],
+}
+"""A state of nothing but what is required."""
 
 _MESSAGES = {
     "tuple_type": "should be a list",
@@ -344,7 +372,7 @@ def _problem(detail: ErrorDetails, data: JsonValue) -> Problem:
     context = detail.get("ctx", {})
     where, value, parent = _locate(detail["loc"], data)
     if kind == "missing":
-        return Problem(where, "required but missing", "add it", "missing")
+        return _missing(where, str(detail["loc"][-1]), parent)
     if kind == "extra_forbidden":
         name = str(detail["loc"][-1])
         atom = parent.get("atom") if isinstance(parent, dict) else None
@@ -373,6 +401,24 @@ def _problem(detail: ErrorDetails, data: JsonValue) -> Problem:
     message = _MESSAGES.get(kind, detail["msg"])
     what = f"{_format_value(value)} is refused"
     return Problem(where, what, message[:1].lower() + message[1:], "value")
+
+
+def _missing(where: str, name: str, parent: JsonValue) -> Problem:
+    """Of a required field: what it is, and its value in the smallest state."""
+    outside = where.rpartition("/")[0]
+    atom = parent.get("atom") if isinstance(parent, dict) else None
+    model: type[BaseModel] = _PARTS.get(outside, PruningState)
+    if isinstance(atom, str) and atom in ATOMS:
+        model = ATOMS[atom].call
+    what = "required but missing"
+    if (field := model.model_fields.get(name)) is not None:
+        meaning = field.description or (field.annotation and field.annotation.__doc__)
+        what += f": {meaning.rstrip('.')}" if meaning else ""
+    part = SMALLEST.get(outside[1:]) if outside else SMALLEST
+    fix = "add it"
+    if isinstance(part, dict) and name in part:
+        fix = f"add {json.dumps({name: part[name]})[1:-1]}"
+    return Problem(where, what, fix, "missing")
 
 
 def _unknown(
