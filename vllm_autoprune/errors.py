@@ -64,6 +64,8 @@ class AutopruneError(Exception):
     """What errors of the class are about, where :meth:`of` is not told otherwise."""
 
     def __init__(self, subject: str, problems: Sequence[Problem]) -> None:
+        if not problems:
+            raise ValueError("an error has a problem")
         self.subject = subject
         self.problems = tuple(problems)
         title = f"{subject}: " if subject else ""

@@ -273,6 +273,8 @@ class Document:
         lines += [*(f"- {text}" for text in self.warnings), ""] if self.warnings else []
         lines += [f"- {fact}" for fact in self.facts]
         for section in self.sections:
+            if section.charts and not (section.texts or section.tables):
+                continue
             lines.append(f"\n## {section.title}\n")
             lines += [f"- {text}" for text in section.texts]
             for table in section.tables:

@@ -22,7 +22,7 @@ class Call(NamedTuple):
     def __call__(self, url: str, *words: str) -> int:
         data = str(self.folder / "questions.jsonl")
         out = str(self.folder / "out")
-        common = ["--data", data, "--server-url", url, "--budgets", "8", "--out", out]
+        common = ["--data", data, "--server-url", url, "--budgets", "8", "-o", out]
         return main(["eval", *common, *words])
 
     def drop_answers(self) -> None:

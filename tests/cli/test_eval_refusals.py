@@ -26,9 +26,16 @@ Answering = Callable[[Body, int], Answer]
     ("refused", "refusal", "message"),
     [
         # Of vLLM, whose param is the modality.
-        (("full",), error(400, "At most 0", "video"), ": takes no video (status 400: At most 0)"),
+        (("full",), error(400, "At most 0", "video"),
+         ": takes no video (status 400: At most 0) -> serve a model of whose videos"),
         (("vcast", "norm"), error(400, "all kept -> drop it", "a/video_budget#whole_video"),
-         "refuses every state: status 400: all kept"),
+         "refuses every state: status 400: all kept -> serve a model of whose videos"),
+        # Of a plugin without kinds.
+        (("vcast", "norm"), error(400, "all kept"),
+         "all kept -> name one that prunes videos, such as --state vcast, or serve a model"),
+        # It takes neither field of such requests, and names the first.
+        (("full",), error(400, "no", "mm_processor_kwargs"),
+         "--autoprune-requests states --trust-request-mm-kwargs"),
     ],
 )  # fmt: skip
 def test_a_server_of_whose_videos_no_token_is_chosen_is_refused(
@@ -44,7 +51,7 @@ def test_a_server_of_whose_videos_no_token_is_chosen_is_refused(
     words = ("--frames", "8", "--budgets", "1/4", "--state", "vcast")
     with endpoint(answer) as server:
         assert call(server.url, *words) == 1
-    assert f"{message} -> serve a model of whose videos" in call.printed().err
+    assert message in call.printed().err
 
 
 @pytest.mark.parametrize(

@@ -314,7 +314,7 @@ def server() -> Iterator[FakeServer]:
 @pytest.fixture
 def call(tmp_path: Path, server: FakeServer) -> Callable[..., int]:
     common = ["--served-name", "m", "--server-url", server.url, "--budgets", "8"]
-    common += ["--out", str(tmp_path)]
+    common += ["-o", str(tmp_path)]
     return lambda tasks, *words: main(
         ["eval", "--suite", f"lmms:{tasks}", *common, *words]
     )

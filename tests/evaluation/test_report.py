@@ -354,6 +354,25 @@ def test_the_page_has_a_table_for_each_budget_and_what_cannot_be_served() -> Non
     assert r"| trim | 8 | K is \| too small |" in page
 
 
+def test_the_page_draws_accuracy_over_the_budget() -> None:
+    half = case("ours <i>@1/2", "found")
+    cases = ((FULL, RIGHT), (case("ours <i>@8", "found"), HALF), (half, RIGHT))
+    page = build_page(Report.build(contents(*cases, (CONTROL, HALF))))
+    html = page.render_html()
+    (figure,) = re.findall(r'<figure class="chart">.*?</figure>', html, re.DOTALL)
+    assert "Accuracy over K" in figure and ">all tokens 100.0 %</text>" in figure
+    tips = re.findall(r"<title>([^<]*)</title>", figure)
+    assert [tip.partition(" (")[0] for tip in tips] == [
+        "ours &lt;i&gt;, K = 8: 66.7 %",
+        "ours &lt;i&gt;, K = 1/2: 100.0 %",
+        "resized, K = 8: 66.7 %",
+    ]
+    assert "% right over visual tokens kept, K, of an image of 576" in figure
+    assert "Accuracy over K" not in page.render_markdown(), "which has no charts"
+    unscored = build_page(Report.build(contents((FULL, RIGHT))))
+    assert "<figure" not in unscored.render_html()
+
+
 # ---- the unpruned model's answer as reference ----
 
 TEXT = "the dog sleeps on a red sofa"

@@ -43,6 +43,17 @@ class CommandParser(argparse.ArgumentParser):
     def _get_formatter(self) -> argparse.HelpFormatter:
         return _HelpFormatter(self.prog)
 
+    def parse_known_args(  # type: ignore[override]
+        self,
+        args: Sequence[str] | None = None,
+        namespace: argparse.Namespace | None = None,
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse all arguments: a command refuses its own, whose help has them."""
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return options, []
+
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
         """Print the help; argparse itself passes over what cannot be written."""
         print_text(self.format_help(), end="")

@@ -289,7 +289,7 @@ class Journal(RecordFile[Record]):
                 if not {"refused", "served"}.issuperset(differ):
                     what = f"contains another evaluation ({record.kind} {name}: "
                     what += f"{', '.join(differ)} differ)"
-                    fix = "name another folder with --out"
+                    fix = "name another folder with -o"
                     raise EvaluationError.of(str(self.path), what, fix)
             if earlier != record:
                 new.append(record)

@@ -7,12 +7,24 @@ from os.path import commonprefix
 
 from vllm_autoprune.evaluation.journal import MME, Case
 from vllm_autoprune.evaluation.report import MIN_IMAGES, Comparison, Report, Winner
-from vllm_autoprune.report import Cell, Document, Section, Table, Tone
+from vllm_autoprune.report import (
+    Cell,
+    Chart,
+    Document,
+    Mark,
+    Section,
+    Series,
+    Table,
+    Tone,
+)
 from vllm_autoprune.statistics import Estimate
 
 _NONE = "-"
 _TRIAL_IMAGES = 20
 """With fewer images than this, bootstrap intervals over images are too narrow."""
+
+_APART = 0.006
+"""Of the largest K, between methods that a chart shows at one K."""
 
 _VERDICTS: Mapping[Winner, str] = {
     "pruning": "pruning beats {rival}",
@@ -69,6 +81,8 @@ def build_page(report: Report, picture: Callable[[str], str] | None = None) -> D
     sections = list[Section]()
     if verdicts := list(_describe_verdicts(report)):
         sections.append(_compare_arms(report, verdicts))
+    if (chart := _draw_chart(report)) is not None:
+        sections.append(chart)
     if report.examples and report.case is not None:
         sections.append(_show_examples(report, report.case, picture))
     if report.rows:
@@ -117,6 +131,50 @@ def _compare_arms(report: Report, verdicts: Sequence[str]) -> Section:
     if report.setup.score == "agrees":
         texts.append(_AGREEMENT_NOTE)
     return Section(f"Pruning or {_rival(report)}?", texts)
+
+
+def _draw_chart(report: Report) -> Section | None:
+    """What is right over K, a line a method; None where nothing is scored one by one."""
+    title = "Accuracy over K"
+    y_label = "% right"
+    figure = "accuracy"
+    if report.setup.score == "agrees":
+        title = "Agreement over K"
+        y_label = "% of the unpruned model's tokens"
+        figure = "token_agreement"
+    methods: dict[str, list[Mark]] = {}
+    rules: dict[str, float] = {}
+    rows = sorted(report.rows, key=lambda row: row.case.budget_order)
+    largest = rows[-1].case.budget_order[0] if rows else 0
+    for row in rows:
+        case = row.case
+        estimate: Estimate | None = dict(row)[figure]
+        if estimate is None:
+            continue
+        if case.name == "full":
+            rules[f"all tokens {estimate.value:.1f} %"] = estimate.value
+        elif case.budget:
+            marks = methods.setdefault(case.title, [])
+            # Beside each other, so that intervals of one K can be told apart.
+            x = case.budget_order[0] + _APART * largest * list(methods).index(
+                case.title
+            )
+            interval = (estimate.low, estimate.high)
+            tip = f"{case.title}, K = {case.budget}: {estimate.value:.1f} %"
+            tip += " ({:.1f} to {:.1f})".format(*interval)
+            marks.append(Mark(x, estimate.value, tip, *interval))
+    if not methods:
+        return None
+    x_label = "visual tokens kept, K"
+    if any(isinstance(row.case.budget, str) for row in rows):
+        x_label += ", of an image of 576" if not report.frames else ", of frames of 576"
+    series = [
+        Series(name, marks, colour=colour)
+        for colour, (name, marks) in enumerate(methods.items())
+    ]
+    caption = f"{title}, with 95 % intervals; point at a mark for its figures"
+    chart = Chart(caption, x_label, y_label, series, rules, linear=True)
+    return Section(title, charts=[chart])
 
 
 def _show_examples(

@@ -166,16 +166,19 @@ def read_asked(
     """The questions of a file or folder in order, with pictures of one name for each content."""
     earlier = len(problems)
     reader = QuestionReader(path, images, fix)
-    read = dict[str, Picture | None]()
+    read = dict[str, Picture | ConfigError]()
     by_content = dict[str, Picture]()
 
     def read_once(source: PictureSource) -> Picture:
         if source.address not in read:
-            read[source.address] = None
-            decoded = read_picture(source, connection)
-            read[source.address] = by_content.setdefault(decoded.digest, decoded)
-        if (picture := read[source.address]) is None:
-            raise ConfigError("image", [])  # its problem is told
+            try:
+                decoded = read_picture(source, connection)
+                read[source.address] = by_content.setdefault(decoded.digest, decoded)
+            except ConfigError as error:
+                read[source.address] = error
+        picture = read[source.address]
+        if isinstance(picture, ConfigError):
+            raise picture
         return picture
 
     questions = list[AskedQuestion]()
@@ -186,6 +189,8 @@ def read_asked(
             questions.append(replace(question, turns=render(question.turns, read_once)))
         except ConfigError as error:
             problems += error.problems
+    # A picture that several questions have is told once.
+    problems[earlier:] = dict.fromkeys(problems[earlier:])
     for note in reader.file.notes():
         print(f"{path}: {note}", file=sys.stderr)
     if not questions and len(problems) == earlier:

@@ -65,7 +65,7 @@ def evaluate(
     if not resume and path.exists() and path.stat().st_size:
         what = "already contains an evaluation"
         fix = "add --resume, or name another folder"
-        raise ConfigError.of(f"--out {folder}", what, fix, subject="eval")
+        raise ConfigError.of(f"-o {folder}", what, fix, subject="eval")
     with Journal(path) as journal:
         contents = journal.contents
         interruptions = list[str]()
@@ -437,7 +437,8 @@ def _find_refusals(
                     client.url, what, _SERVE_VIDEOS, subject="eval"
                 ) from None
             if case.name == FULL.name:
-                raise _no_choice("lets requests choose nothing", error) from None
+                what = "lets requests choose nothing"
+                raise _no_choice(what, error, case.frames > 0) from None
         except FAILURES:
             continue  # the server fails in the evaluation as well, which tells how
     return refusals
@@ -452,10 +453,14 @@ def _require_a_state(
         return
     error = refusals[states[0]]
     problem = error.problems[0]
+    is_about_videos = any(case.frames for case in cases)
     if problem.kind in _CHOICES:
-        raise _no_choice("refuses every state", error)
+        raise _no_choice("refuses every state", error, is_about_videos)
     reason = error.reason
     fix = "name states that its model serves, such as --state cen_divprune"
+    if is_about_videos:
+        # An older plugin has no kinds, and its model may serve videos whole.
+        fix = f"name one that prunes videos, such as --state vcast, or {_SERVE_VIDEOS}"
     if problem.kind == Refusal.WHOLE_VIDEO:
         reason = problem.what
         fix = _SERVE_VIDEOS
@@ -469,16 +474,17 @@ _CHOICES = (Refusal.NOT_ALLOWED, *_UNTRUSTED)
 """Kinds of refusals of a server whose requests may not choose what is asked for."""
 
 
-def _no_choice(what: str, error: RequestRefused) -> ConfigError:
+def _no_choice(what: str, error: RequestRefused, is_about_videos: bool) -> ConfigError:
     """The error of a server that serves no request's choice, as it said by refusing one.
 
-    Without the server's own advice, which is for other requests than these.
+    Without the server's own advice, which is for other requests than these. It names a refused
+    field at a time, and requests about videos have both.
     """
     problem = error.problems[0]
     reason = problem.what
     fix = _ALLOW
     if problem.kind in _UNTRUSTED:
         reason = f"it takes no {problem.kind} of theirs"
-    if problem.kind == "media_io_kwargs":
+    if problem.kind == "media_io_kwargs" or is_about_videos:
         fix += " --trust-request-mm-kwargs"
     return ConfigError.of(problem.where, f"{what} ({reason})", fix, subject="eval")

@@ -6,14 +6,17 @@ Either measures all states on one server, to which every request brings its own.
 
 from __future__ import annotations
 
+import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import JsonValue
+
 from vllm_autoprune.cli.flags import add_connection_flags, command, read_connection
-from vllm_autoprune.cli.output import print_text
+from vllm_autoprune.cli.output import print_result, print_text
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.http_client import MAX_IN_FLIGHT
 
@@ -32,11 +35,14 @@ def _arguments(parser: ArgumentParser) -> None:
     )
     text = "with --data, also without answers: compare with what the unpruned model answers"
     parser.add_argument("--reference", choices=("unpruned",), help=text)
-    text = "default: out/eval/NAME, by the name of the data, or lmms"
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help=text)
     add = parser.add_argument
-    add("--resume", action="store_true", help="continue the evaluation in --out")
-    add("--dry-run", action="store_true", help="print what would be run, and stop")
+    text = "folder to write (default: out/eval/ and the path of the data, or the tasks)"
+    add("-o", "--output", "--out", type=Path, metavar="FOLDER", help=text)
+    text = "continue the evaluation in that folder"
+    add("--resume", action="store_true", help=text)
+    text = "check data and budgets, print the first questions as they will be asked, and stop; "
+    text += "without a server"
+    add("--dry-run", action="store_true", help=text)
     text = "concurrent requests; default: by the suite"
     add("--at-once", type=int, dest="concurrency", metavar="N", help=text)
     add("--served-name", metavar="NAME", help="the model's name on its server")
@@ -84,20 +90,22 @@ def _arguments(parser: ArgumentParser) -> None:
 def _evaluate_states(options: Namespace) -> int:
     """Measure accuracy on your questions, and whether pruning beats resizing images."""
     from vllm_autoprune.evaluation.page import build_page
+    from vllm_autoprune.evaluation.preview import preview_questions
     from vllm_autoprune.evaluation.question_suite import QuestionSuite
     from vllm_autoprune.evaluation.run import build_cases, evaluate
 
     _check_arguments(options)
-    name = "lmms" if options.data is None else options.data.resolve().stem
-    if options.reference is not None:
-        name += "-unpruned"
-    folder = options.out or Path("out/eval", name)
+    folder = _choose_folder(options)
     frames = options.frames or 0
     budgets = options.budgets or ["1/4" if frames else "64"]
     cases = build_cases(options.state or ["autoprune"], budgets, options.cells, frames)
     suite = _build_suite(options, cases, folder)
     if options.dry_run:
-        print(suite.plan())
+        record: dict[str, JsonValue] = {"plan": suite.plan()}
+        blocks = [suite.plan()]
+        if isinstance(suite, QuestionSuite):
+            record, blocks = preview_questions(suite)
+        print_result(options, record, *blocks)
         return 0
     report = evaluate(
         suite.setup,
@@ -118,6 +126,22 @@ def _evaluate_states(options: Namespace) -> int:
     return 0 if report.valid else 1
 
 
+def _choose_folder(options: Namespace) -> Path:
+    """The folder of ``-o``, else one that no other data has: by its path, or by the tasks."""
+    if options.output is not None:
+        output: Path = options.output
+        return output
+    if options.data is None:
+        return Path("out/eval", re.sub(r"[^\w.]+", "-", options.suite))
+    path = options.data.resolve()
+    folder = Path("out/eval/_", *path.parts[1:])
+    if path != Path.cwd() and path.is_relative_to(Path.cwd()):
+        folder = Path("out/eval", path.relative_to(Path.cwd()))
+    if options.reference is not None:
+        folder = folder.with_name(f"{folder.name}-unpruned")
+    return folder
+
+
 def _check_arguments(options: Namespace) -> None:
     """Raise :class:`ConfigError` for the first argument that is missing or not allowed."""
     is_lmms = options.data is None
@@ -135,13 +159,13 @@ def _check_arguments(options: Namespace) -> None:
             "leave it out: lmms-eval scores by its own answers",
         ),
         (
-            options.server_url is None,
+            options.server_url is None and not options.dry_run,
             "--server-url",
             "is missing",
             "give the address of a vllm serve with --autoprune-requests states",
         ),
         (
-            is_lmms and options.served_name is None,
+            is_lmms and options.served_name is None and not options.dry_run,
             "--served-name",
             "is missing",
             "give the name that the server has for the model",

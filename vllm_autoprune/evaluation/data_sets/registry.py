@@ -39,7 +39,7 @@ class DataFile:
 
     def __init__(self, *folders: Path) -> None:
         self.folders = [*folders]
-        self._sources: dict[str, PictureSource | None] = {}
+        self._sources: dict[str, PictureSource | ConfigError] = {}
         self.rows: dict[str, list[PictureSource]] = {}
         """Pictures of the rows of a table by index, which later rows may name in their place."""
         self.left_out: Counter[str] = Counter()
@@ -50,19 +50,26 @@ class DataFile:
         """Files and folders in a folder of pictures that no question is about."""
 
     def find(self, where: str, text: str) -> PictureSource:
-        """The source of a picture; a problem with it is raised once, then without words."""
+        """The source of a picture; a problem with it is that of the first place again."""
         key = text if len(text) < 4096 else hashlib.sha256(text.encode()).hexdigest()
         if key not in self._sources:
-            self._sources[key] = None
             image = f"{where}: image {text[:80]!r}"
-            self._sources[key] = find_picture(image, text, *self.folders)
-        if (source := self._sources[key]) is None:
-            raise ConfigError("image", [])
+            try:
+                self._sources[key] = find_picture(image, text, *self.folders)
+            except ConfigError as error:
+                self._sources[key] = error
+        source = self._sources[key]
+        if isinstance(source, ConfigError):
+            raise source
         return source
 
     def note_unread(self, folder: Path) -> None:
         """Note the pictures in a folder and those in it that no record has named."""
-        addresses = {source.address for source in self._sources.values() if source}
+        addresses = {
+            source.address
+            for source in self._sources.values()
+            if isinstance(source, PictureSource)
+        }
         for path in sorted(folder.rglob("*")):
             if is_picture(path) and str(path) not in addresses:
                 self.unread.append(one_line(path.relative_to(folder), 80))
