@@ -25,6 +25,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -46,20 +47,20 @@ _WORDS = (
 
 
 class _Answer(NamedTuple):
-    """One streamed answer, in seconds, and the engine's part of it."""
+    """One streamed answer, with its times in seconds, and the engine's counters."""
 
     ttft: float
     gaps: tuple[float, ...]
-    """Between chunks with text."""
+    """Seconds between chunks with text."""
     prompt_tokens: int
     gained: Metrics | None
-    """What ``/metrics`` gained by this request alone; None where that is not known."""
+    """Growth of ``/metrics`` by this request alone; None if it is not known."""
     thinks: bool = False
     """Whether it begins with thoughts."""
 
     @property
     def outside(self) -> float | None:
-        """TTFT less the engine's queue and prefill."""
+        """TTFT minus the engine's queue and prefill times."""
         if self.gained is None:
             return None
         stages = (
@@ -75,15 +76,15 @@ class _Round(NamedTuple):
     short: _Answer
     long: _Answer
     question: _Answer
-    """About a new image."""
+    """Answer to a question about a new image."""
     another: _Answer
-    """About that image."""
+    """Answer to another question about that image."""
 
     @property
     def image_outside(self) -> tuple[float, float] | None:
-        """What a new image, and one that was processed before, add to the time outside the engine.
+        """Seconds that a new image and an already processed one add to the time outside the engine.
 
-        None where that is not known of a request.
+        None if this time is not known for one of the requests.
         """
         outside = [answer.outside for answer in self if answer.outside is not None]
         if len(outside) < len(self):
@@ -106,13 +107,13 @@ def probe_server(
         name = client.choose_model(models, model)
         metrics = client.read_metrics()
         # Another seed at each probe, so that no cache knows the images.
-        source = random.Random()
+        rng = random.Random()
         report("warm-up")
-        _ask_round(client, name, models[name], size, source)
+        _ask_round(client, name, models[name], size, rng)
         results = list[_Round]()
         for number in range(rounds):
             report(f"round {number + 1} of {rounds}")
-            results.append(_ask_round(client, name, models[name], size, source))
+            results.append(_ask_round(client, name, models[name], size, rng))
     inputs.fill(
         f"Measured with images of {size[0]} x {size[1]} pixels, medians of {rounds} rounds (all "
         f"between): first question {_format_ttft([row.question for row in results])}, another "
@@ -134,7 +135,7 @@ def probe_server(
             "The tower takes too little to be seen beside prefill; it counts as 0."
         )
     _fill_visual_tokens(inputs, answers)
-    # What flags give is the same in every resample.
+    # Values from flags are the same in every resample.
     unknown = times.keys() - inputs.values.keys() - {"tokens"}
     for row in resample(rounds, _DRAWS):
         drawn = _solve_rounds([results[index] for index in row])
@@ -160,7 +161,7 @@ def _read_block(metrics: Metrics) -> int | None:
 def _list_reservations(
     metrics: Metrics | None, answers: Sequence[_Answer]
 ) -> Iterator[str]:
-    """What makes the times less than exact."""
+    """Notes on what makes the times inexact."""
     if any(answer.thinks for answer in answers):
         yield "The model thinks before it answers: its first token is one of its thoughts."
     if metrics is None:
@@ -188,7 +189,7 @@ def _fill_visual_tokens(inputs: Inputs, answers: Sequence[_Answer]) -> None:
 
 
 def _sum_gained(answers: Iterable[_Answer], name: str, **labels: str) -> float:
-    """What a metric gained by some requests, of those of which that is known."""
+    """Growth of a metric, summed over the requests for which it is known."""
     gains = (answer.gained for answer in answers if answer.gained is not None)
     return math.fsum(gained.total(name, **labels) or 0.0 for gained in gains)
 
@@ -206,7 +207,7 @@ def _solve_rounds(rounds: Sequence[_Round]) -> dict[str, float]:
     short_tokens, long_tokens, question_tokens, _ = (
         median(answer.prompt_tokens for answer in answers) for answers in kinds
     )
-    # Prompts without an image: what more tokens take is prefill, the rest every request takes.
+    # Prompts without an image: a longer prompt adds prefill; every request takes the rest.
     prefill = 0.0
     if long_tokens > short_tokens:
         prefill = (long - short) / (long_tokens - short_tokens)
@@ -241,12 +242,58 @@ def _solve_rounds(rounds: Sequence[_Round]) -> dict[str, float]:
     return times
 
 
+def _time_answer(
+    client: ServerClient, model: str, question: str, *images: dict[str, object]
+) -> _Answer:
+    """Ask a question about the images, and time the streamed answer."""
+    text = {"type": "text", "text": question}
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": [*images, text]}],
+        "temperature": 0,
+        "max_tokens": _ANSWER_TOKENS,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    metrics = client.read_metrics()
+    reads = list[tuple[float, bytes]]()
+    start = time.perf_counter()
+    with client.http.stream("POST", client.url + CHAT, json=body) as response:
+        if not response.is_success:
+            response.read()
+            what = "a chat request"
+            fix = "look into the log of the server"
+            if images:
+                what = "a request with an image"
+                fix = "serve a model that takes images, and allow one of this size"
+            what = f"refuses {what}: {describe_rejection(response)}"
+            raise client.error(what, fix)
+        for piece in response.iter_bytes():
+            reads.append((time.perf_counter() - start, piece))
+    stream = parse_stream(reads)
+    # EMPTY is no failure here: the only token may be the end of the answer, which has no text. Then
+    # the last read stands for its arrival.
+    if stream.error not in (None, EMPTY) or not stream.prompt_tokens:
+        what = f"a streamed answer cannot be timed: {stream.error or 'it has no usage'}"
+        raise client.error(what, "give a vllm serve, or look into its log")
+    ttft = stream.deltas[0] if stream.deltas else reads[-1][0]
+    after = client.read_metrics()
+    gained = None
+    if after is not None and metrics is not None:
+        gained = after.since(metrics)
+        if gained.total("vllm:request_prefill_time_seconds_count") != 1:
+            gained = None  # another client's request came between
+    gaps = tuple(late - early for early, late in itertools.pairwise(stream.deltas))
+    thinks = stream.thoughts > 0
+    return _Answer(ttft, gaps, stream.prompt_tokens, gained, thinks)
+
+
 def _ask_round(
     client: ServerClient,
     model: str,
     context: int,
     size: tuple[int, int],
-    source: random.Random,
+    rng: random.Random,
 ) -> _Round:
     """Ask a short and a long question without an image, then two about one new image.
 
@@ -255,64 +302,24 @@ def _ask_round(
     from PIL import Image
 
     # Coarse noise: no two images are the same, and they decode as photographs do.
-    small = Image.frombytes("RGB", (40, 30), source.randbytes(40 * 30 * 3))
+    small = Image.frombytes("RGB", (40, 30), rng.randbytes(40 * 30 * 3))
     buffer = io.BytesIO()
     small.resize(size, Image.Resampling.BICUBIC).save(buffer, format="JPEG", quality=90)
     url = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
     image: dict[str, object] = {"type": "image_url", "image_url": {"url": url}}
 
-    def draw(words: int) -> str:
-        return " ".join(source.choices(_WORDS.split(), k=words))
+    ask = partial(_time_answer, client, model)
 
-    def ask(question: str, *images: dict[str, object]) -> _Answer:
-        """One streamed answer."""
-        text = {"type": "text", "text": question}
-        body = {
-            "model": model,
-            "messages": [{"role": "user", "content": [*images, text]}],
-            "temperature": 0,
-            "max_tokens": _ANSWER_TOKENS,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        metrics = client.read_metrics()
-        reads = list[tuple[float, bytes]]()
-        start = time.perf_counter()
-        with client.http.stream("POST", client.url + CHAT, json=body) as response:
-            if not response.is_success:
-                response.read()
-                what = "a chat request"
-                fix = "look into the log of the server"
-                if images:
-                    what = "a request with an image"
-                    fix = "serve a model that takes images, and allow one of this size"
-                what = f"refuses {what}: {describe_rejection(response)}"
-                raise client.error(what, fix)
-            for piece in response.iter_bytes():
-                reads.append((time.perf_counter() - start, piece))
-        stream = parse_stream(reads)
-        if stream.error not in (None, EMPTY) or not stream.prompt_tokens:
-            what = f"a streamed answer cannot be timed: {stream.error or 'it has no usage'}"
-            raise client.error(what, "give a vllm serve, or look into its log")
-        # The only token may be the end of the answer, which has no text.
-        ttft = stream.deltas[0] if stream.deltas else reads[-1][0]
-        after = client.read_metrics()
-        gained = None
-        if after is not None and metrics is not None:
-            gained = after.since(metrics)
-            if gained.total("vllm:request_prefill_time_seconds_count") != 1:
-                gained = None  # another client's request came between
-        gaps = tuple(late - early for early, late in itertools.pairwise(stream.deltas))
-        thinks = stream.thoughts > 0
-        return _Answer(ttft, gaps, stream.prompt_tokens, gained, thinks)
+    def draw(words: int) -> str:
+        return " ".join(rng.choices(_WORDS.split(), k=words))
 
     # A word may be more than one token.
-    many = min(_LONG_WORDS, context // 3) if context else _LONG_WORDS
-    # The same question without and with the image: their prompts differ by its tokens alone.
+    long_words = min(_LONG_WORDS, context // 3) if context else _LONG_WORDS
+    # The same question without and with the image, so that their prompts differ only by its tokens.
     question = draw(_QUESTION_WORDS)
     return _Round(
         short=ask(question),
-        long=ask(draw(many)),
+        long=ask(draw(long_words)),
         question=ask(question, image),
         another=ask(draw(_QUESTION_WORDS), image),
     )
