@@ -24,10 +24,11 @@ WAYS: tuple[Way, ...] = get_args(Way)
 _PRUNED: tuple[Way, ...] = ("question-reading", "split", "question-free")
 
 _CORE_SHARE = 0.75
-"""Part of K that is core, where neither --core nor a state says it."""
+"""Share of K that is core, unless --core or a state says it."""
 
 WORTHWHILE = 1.05
-"""Least gain in total time that is called help; below it, estimate and measurement are too near."""
+"""Minimum gain in total time that counts as help; smaller ones are within the error of the
+estimate."""
 
 ASSUMPTIONS = (
     "One image a prompt, and its question behind it.",
@@ -57,7 +58,8 @@ _REMEDIES: Mapping[str, str] = {
     "prefill of text": "shorten the text, or put what all requests have in common before the image",
     "decoding": "answer shorter, decode in larger batches, or use speculative decoding",
 }
-"""What shortens each part of a request; all but decoding are parts of the time to first token."""
+"""What shortens each part of a request; all parts but decoding belong to the time to first
+token."""
 
 
 class Traffic(FrozenModel):
@@ -131,10 +133,10 @@ class Timings(FrozenModel):
 
 @dataclass(slots=True)
 class Inputs:
-    """Values of :class:`Traffic` and :class:`Timings` by field, from one source after another.
+    """Values of :class:`Traffic` and :class:`Timings` by field, merged from several sources.
 
-    ``notes`` say how they were found and what they leave out; ``repeats`` are the times by the
-    rounds of a measurement, which ``values`` has, then by each resample of them.
+    ``notes`` say how the values were found and what they leave out. ``repeats`` are the times from
+    all rounds of a measurement (those in ``values``), then from each resample of its rounds.
     """
 
     values: dict[str, Any]
@@ -142,14 +144,14 @@ class Inputs:
     repeats: list[dict[str, float]] = field(default_factory=list)
 
     def fill(self, *notes: str, **values: float | None) -> None:
-        """Add the values of a further source that are not known yet; None: it does not know."""
+        """Add values of a further source that no earlier one has; None is an unknown value."""
         for name, value in values.items():
             if value is not None:
                 self.values.setdefault(name, value)
         self.notes += notes
 
     def assume(self) -> None:
-        """Fill in what no source knows, with notes that say so."""
+        """Fill in values that no source has, and add notes that say so."""
         if "budget" not in self.values:
             # 576 to 64, 2880 to 320; without N it does not matter.
             budget = max(self.values.get("tokens", 1) // 9, 1)
@@ -184,18 +186,18 @@ class _Estimate:
     another: _Question
     another_of_first: float
     total_seconds: float
-    """Of all questions on one image."""
+    """Total of all questions on one image."""
     gain: float
-    """Stock's total over this one."""
+    """Total of stock vLLM divided by this total."""
     cheaper_than_stock: Mapping[str, float | None] | None
-    """Questions an image ``from`` and ``to`` (None: without bound) which this takes less; None:
-    at no number."""
+    """Range of questions an image, ``from`` and ``to`` (None: unbounded), in which this costs less
+    than stock; None if it never does."""
     mean_question: Mapping[str, float]
-    """A mean question by where its time goes, decoding included."""
+    """Seconds of a mean question by part, decoding included."""
 
     @property
     def advantage(self) -> str:
-        """In words, for which numbers of questions this is cheaper than stock."""
+        """The range of :attr:`cheaper_than_stock` in words."""
         bounds = self.cheaper_than_stock or {}
         lower = bounds.get("from")
         upper = bounds.get("to")
@@ -211,7 +213,7 @@ class _Estimate:
 
 
 def estimate_ways(traffic: Traffic, timings: Timings) -> dict[Way, _Estimate]:
-    """Every way to serve the traffic."""
+    """Estimate every way to serve the traffic."""
     core = traffic.served_core
     later = traffic.questions - 1
     decoding = (traffic.answer - 1) * timings.decode
@@ -277,13 +279,14 @@ def estimate_ways(traffic: Traffic, timings: Timings) -> dict[Way, _Estimate]:
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """The advice to an operator; ``gain`` is that of the best pruned way.
+    """The advice to an operator; ``gain`` is the gain of the best pruned way.
 
-    ``intervals`` are those in which another measurement finds the gain and each measured time.
+    ``intervals`` are those into which the gain and each measured time of a repeated measurement
+    fall.
     """
 
     helps: bool | None
-    """None: the interval of the gain does not tell."""
+    """None if the interval of the gain leaves it open."""
     gain: float
     intervals: Mapping[str, tuple[float, float]]
     lines: tuple[str, ...]

@@ -31,7 +31,7 @@ _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 _LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
 _GUESS_TIMEOUT = 3.0
 _PORT = 8000
-"""Of `vllm serve`, where an address has none."""
+"""Default port of `vllm serve`, for addresses without a port."""
 
 _Client = TypeVar("_Client", httpx.Client, httpx.AsyncClient)
 
@@ -59,7 +59,7 @@ def _check_ca_file(path: Path) -> Path:
 
 
 Header = Annotated[str, AfterValidator(_check_header)]
-"""NAME=VALUE."""
+"""A header, as NAME=VALUE."""
 
 
 class Connection(FrozenModel):
@@ -118,8 +118,8 @@ def _read_url(text: str) -> httpx.URL:
     clean = text.strip().strip("\"'<>")
     with suppress(httpx.InvalidURL):
         url = httpx.URL(clean if "://" in clean else f"http://{clean}")
-    # httpx lets pass what can be no name of a host, and sockets raise UnicodeError for it: parts of
-    # a name have 1 to 63 letters.
+    # httpx accepts host names that are invalid, for which sockets raise UnicodeError: a label of a
+    # name has 1 to 63 letters.
     name = r"([\w-]{1,63}\.)*[\w-]{1,63}\.?"
     address = r"[\da-f.]*:[\da-f:.]*(%\w+)?"
     valid = re.fullmatch(f"{name}|{address}", url.host) is not None
@@ -159,7 +159,7 @@ def _api_path(url: httpx.URL) -> str:
 
 @cache
 def _trust(ca_file: Path | None, insecure: bool) -> ssl.SSLContext:
-    """What a server's certificate is checked by; made once, because that takes 60 ms."""
+    """Load the certificates that servers are checked by; cached, because this takes 60 ms."""
     context = ssl.create_default_context()
     if not context.cert_store_stats()["x509_ca"]:
         context = (
@@ -216,10 +216,10 @@ def read_json(response: httpx.Response) -> object:
 
 
 def find_address(tried: str) -> str | None:
-    """Where an API is, of the places that may be meant by one where there is none.
+    """The address of an API near ``tried``, where there is none; None if no place has one.
 
-    Tried without the last parts of its path, with the other scheme, and at vLLM's port, without key
-    and headers, because these places may be somebody else's.
+    It is tried without the last parts of its path, with the other scheme, and at vLLM's port. Key
+    and headers are not sent, because these places may belong to somebody else.
     """
     base = httpx.URL(tried)
     parts = base.path.removesuffix("/v1").split("/")

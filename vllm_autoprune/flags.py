@@ -19,7 +19,7 @@ from vllm_autoprune.errors import Problem
 _M = TypeVar("_M", bound=BaseModel)
 
 Names = Mapping[str, str]
-"""Flags that are not named like their field."""
+"""Flags whose name differs from that of their field."""
 
 
 def name_flag(name: str, names: Names) -> str:
@@ -83,9 +83,9 @@ def read_flags(model: type[_M], options: argparse.Namespace) -> _M:
 
 
 def flag_problems(error: ValidationError, names: Names) -> list[Problem]:
-    """What is wrong with which flags.
+    """Problems of the flags, from a validation error.
 
-    A validator names the fields to change in the context of its error, as ``fields``; its message
+    A validator lists the fields to change in the context of its error, as ``fields``; its message
     is "what: fix".
     """
     details = error.errors(include_url=False)

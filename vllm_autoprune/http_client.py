@@ -41,11 +41,11 @@ with 32 and 45 ms with one, because requests share the cost of an engine step.""
 CHAT = "/v1/chat/completions"
 _MODELS = "/v1/models"
 _CHECK_TIMEOUT = 30.0
-"""For the list of models, which tells whether a server is alive."""
+"""Timeout of the list of models, which shows whether a server is alive."""
 _LONGEST_WAIT = 60.0
-"""Seconds that a server may ask for before the next attempt."""
+"""Maximum seconds before the next attempt that a server may ask for."""
 _SILENT_WAIT = 5.0
-"""Seconds from which on a wait is said."""
+"""Waits of at least this many seconds are announced."""
 
 
 class UnknownFormat(Exception):
@@ -54,7 +54,7 @@ class UnknownFormat(Exception):
 
 _BROKEN = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 FAILURES = (httpx.HTTPError, httpx.InvalidURL, UnknownFormat)
-"""What a server can do wrong: no answer, a status that is an error, another format."""
+"""Failures of a server: no answer, an error status, or another format."""
 
 
 class RequestRefused(EvaluationFailed):
@@ -84,7 +84,7 @@ class _Choice(BaseModel):
 
 
 class ChatAnswer(BaseModel):
-    """What is read of a chat completion."""
+    """The part of a chat completion that is read."""
 
     choices: list[_Choice] = Field(min_length=1)
 
@@ -115,7 +115,7 @@ class Metrics:
                 )
 
     def since(self, earlier: Metrics) -> Metrics:
-        """What every counter and histogram has gained since an earlier page."""
+        """Growth of every counter and histogram since an earlier page."""
         gained = Metrics("")
         for name, samples in self._samples.items():
             previous = earlier._samples.get(name, ())
@@ -126,7 +126,7 @@ class Metrics:
         return gained
 
     def total(self, name: str, **labels: str) -> float | None:
-        """One metric, summed over the samples with these labels; None where there is none."""
+        """Sum of a metric over its samples with these labels; None if there is none."""
         samples = self._samples.get(name, ())
         values = [
             value for present, value in samples if labels.items() <= present.items()
@@ -141,7 +141,7 @@ class Metrics:
 
 
 class Failures:
-    """What a server made a run wait for; said aloud, because a limited server measures slowly."""
+    """Failures that a run waited for; they are reported, as a limited server measures slowly."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -180,9 +180,9 @@ class Failures:
 
 
 class Retries(NamedTuple):
-    """How often a request is sent, and the seconds before the second attempt.
+    """Number of attempts, and the seconds before the second one.
 
-    They are doubled before each further one; a server's Retry-After counts instead.
+    The wait doubles before each further attempt; a server's Retry-After replaces it.
     """
 
     attempts: int
@@ -216,12 +216,12 @@ class ServerClient:
         return self._ask(read_models, "GET", _MODELS, timeout=_CHECK_TIMEOUT)
 
     def read_metrics(self) -> Metrics | None:
-        """``/metrics``; None where the server has none."""
+        """Read ``/metrics``; None if the server has none."""
         answer = self.http.get(f"{self.url}/metrics")
         return Metrics(answer.text) if answer.is_success else None
 
     def read_served(self) -> dict[str, Any]:
-        """``/v1/autoprune``; empty where the server's plugin is not named."""
+        """Read ``/v1/autoprune``; empty if the server does not have the plugin."""
         answer = self.http.get(f"{self.url}/v1/autoprune")
         return read_object(answer) if answer.is_success else {}
 

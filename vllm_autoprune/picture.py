@@ -30,7 +30,7 @@ _INK = (28, 32, 40)
 DARK = "#0a0826"
 MIDDLE = "#c23854"
 LIGHT = "#fdfcbe"
-"""Ends and middle of the colours of heat, which can be read in grey as well."""
+"""Ends and middle of the heat colours, which stay distinct in greyscale."""
 
 _SIDE = 420
 """Width of one tile's panel in pixels, up to a whole number of pixels a token."""
@@ -93,7 +93,7 @@ class _Panel:
 
 
 def _list_panels(trace: Trace, base: str) -> list[_Panel]:
-    """Picture, tokens of the base policy, exchange, and the maps that decide it; what there is."""
+    """Panels that apply: picture, tokens of the base policy, exchange, and deciding maps."""
     core = dict.fromkeys(trace.core, CORE)
     extra = f" + {trace.extra} merged rows" if trace.extra else ""
     title = "kept tokens" if trace.quality is None else "reference selection"
@@ -116,7 +116,7 @@ def _list_panels(trace: Trace, base: str) -> list[_Panel]:
             )
             for signal in trace.signals
         ]
-        # What is the same for all tokens decides nothing.
+        # A map with equal values for all tokens decides nothing.
         panels += [panel for panel in maps if len(set(panel.heat)) > 1]
     return panels
 

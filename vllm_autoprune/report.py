@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Tone = Literal["good", "bad", "open"]
-"""How an answer is marked; ``open``: not decided."""
+"""Tone of an answer; ``open`` means not decided."""
 CellTone = Literal["", "good", "bad"]
 
 _WITH_INTERVAL = re.compile(
     r"(?P<figure>[+\-−]?\d[^()]*?) \((?P<interval>[^()]+)\)(?P<mark>†?)"
 )
 _JOINT = re.compile(r"(?<=[a-z][_./])(?=[a-z]{2})")
-"""Where a long name may be broken on a narrow screen."""
+"""Places where a long name may be broken on a narrow screen."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Cell:
     link: str = ""
     tone: CellTone = ""
     image: str = ""
-    """A data URL of what is shown above the text."""
+    """Data URL of an image shown above the text."""
 
     def __str__(self) -> str:
         return f"{self.text} ({self.under})" if self.under else self.text
@@ -135,7 +135,7 @@ class Series:
                 fillstyle=fill,
                 gid=name,
             )
-        # The legend shows the line with a mark, which the line itself has not.
+        # The legend shows the line with a mark, which the line itself does not have.
         axes.plot(
             [],
             [],
@@ -187,7 +187,7 @@ class Chart:
         marks: dict[str, Mark] = {}
         buffer = io.StringIO()
         with matplotlib.rc_context(style), warnings.catch_warnings():
-            # About characters that a font lacks, which a browser has.
+            # Matplotlib warns about characters that its font lacks; browsers have them.
             warnings.simplefilter("ignore")
             figure = Figure(figsize=(6.4, 4.4), layout="constrained")
             axes = figure.add_subplot(xlabel=self.x_label, ylabel=self.y_label)

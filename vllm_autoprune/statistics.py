@@ -114,7 +114,7 @@ class Spread:
 
 def correlate_ranks(figures: Floats, references: Floats) -> Floats:
     """Spearman's rank correlation of two figures, ``(S, ...)`` each, over S; ties share a rank."""
-    # Twice the rank less its mean is how many are smaller less how many are larger.
+    # Twice the mean-centred rank is the number of smaller values minus that of larger ones.
     ranks, reference_ranks = (
         np.sign(values[:, None] - values).sum(axis=1)
         for values in (figures, references)

@@ -23,25 +23,25 @@ class StreamedAnswer(FrozenModel):
     """What a streamed answer contains."""
 
     deltas: tuple[float, ...] = ()
-    """Arrival of each delta with output: thoughts, text, a refusal or a tool call. The first ends
-    the time to first token."""
+    """Arrival of each delta with output: thoughts, text, a refusal or a tool call. The first one
+    ends the time to first token."""
     thoughts: int = 0
-    """How many of them come before the first of the answer."""
+    """Number of deltas before the first one of the answer."""
     text: str = ""
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     error: str | None = None
-    """What is wrong with it, in a line; None where the request was answered."""
+    """What is wrong with the stream, in one line; None if the request was answered."""
 
 
 def parse_stream(
     reads: Sequence[tuple[float, bytes]], end: str = "the stream ended without [DONE]"
 ) -> StreamedAnswer:
-    """The server-sent events in the pieces of an answer, and the times they were read at.
+    """Parse the server-sent events in the pieces of an answer, and the times when they were read.
 
-    To be called after the stream has ended, because parsing between two reads would delay the time
-    stamp of the next. A delta counts from its output: the first chunk of a chat, which only names
-    the role, does not. ``end``: how the stream ended, for one that was not finished.
+    Call it after the stream has ended, because parsing between two reads would delay the time stamp
+    of the next. The first chunk of a chat only names the role; it is no delta, because it has no
+    output. ``end`` says how an unfinished stream ended.
     """
     events, framed, stray = _split_events(reads)
     if stray and not framed:
@@ -85,7 +85,7 @@ class _AnswerReader:
         self.deltas = list[float]()
         """Arrival of each delta with output."""
         self.thoughts = 0
-        """How many of them come before the first of the answer."""
+        """Number of deltas before the first one of the answer."""
         self.text = list[str]()
         self.errors = list[str]()
         self.usage = dict[str, int]()
@@ -123,9 +123,9 @@ class _AnswerReader:
     def _read_usage(
         self, chunk: dict[str, Any], choices: Sequence[dict[str, Any]]
     ) -> None:
-        """The counts of tokens: most servers send them last, some always, some in the choice.
+        """Read the token counts: most servers send them last, some always, some in the choice.
 
-        A chunk that has them and no choices is the last.
+        A chunk with counts and without choices is the last one.
         """
         for counts in _list_objects(
             [holder.get("usage") for holder in (chunk, *choices)]

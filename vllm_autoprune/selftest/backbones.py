@@ -69,7 +69,7 @@ _TEXT: Mapping[str, object] = {
     "pad_token_id": 0,
     "vocab_size": 160,
 }
-"""Of every language model."""
+"""Configuration of every language model."""
 
 ORIGINAL = "transformers"
 """Folder of a model that transformers can read, within the same model as it is published."""
@@ -78,7 +78,7 @@ _Row = dict[str, Any]
 
 
 def _merge(row: _Row, changes: _Row) -> _Row:
-    """A row with other values, and with others in its tables."""
+    """Copy ``row`` with values from ``changes``; tables are merged in the same way."""
     merged = {**row, **changes}
     for key in row.keys() & changes.keys():
         if isinstance(row[key], dict):
@@ -97,7 +97,7 @@ def _read_rows() -> dict[str, _Row]:
 
 
 TINY_MODELS: Mapping[str, _Row] = _read_rows()
-"""What is written of each backbone, by its name."""
+"""Row of ``tiny_models.toml`` for each backbone."""
 
 
 def build(
@@ -105,7 +105,7 @@ def build(
 ) -> Path:
     """Write the tiny model of one backbone to ``folder``; returns the folder.
 
-    ``changes``: other values of its row.
+    ``changes`` are other values of its row.
     """
     import transformers
 
@@ -130,7 +130,7 @@ def build(
     processor = make("processor", **parts, chat_template=tokenizer.chat_template)
     processor.save_pretrained(folder)
 
-    # What published checkpoints have in another form.
+    # Published checkpoints have some weights in another form.
     if "published" in row:
         shutil.copytree(folder, folder / ORIGINAL)
         if outer := row.get("thinker_of"):

@@ -1,4 +1,4 @@
-"""Checks of a report, one function each: the empty string if it passes, else what is wrong."""
+"""Checks of a report, one function each, which returns what is wrong or an empty text."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _TOLERANCE = 2e-2
 """Difference of log-probabilities in half precision that counts as equal."""
 
 _HYBRID_TOLERANCE = 0.1
-"""The same with linear attention, where a token alone and one of many are computed by different
+"""Tolerance with linear attention, which computes a single token and one of many with different
 kernels: 0.04 was measured."""
 
 _RUNNER_TOLERANCE = 0.2
-"""The same between two model runners, whose kernels round bfloat16 differently: 0.085 was measured
+"""Tolerance between two model runners, whose kernels round bfloat16 differently: 0.085 was measured
 on Qwen3-VL, and no difference in float32."""
 
 _MERGER_TOLERANCE = 0.5
@@ -74,7 +74,7 @@ def _compare(
     report: Report,
     positions: bool = True,
 ) -> str:
-    """The first completion that differs from that of its name, and how."""
+    """The first completion that differs from the one of the same name in ``expected``, and how."""
     tolerance = _HYBRID_TOLERANCE if report.hybrid else _TOLERANCE
     for name, completion in completions.items():
         wrong = _difference(completion, expected[name], tolerance, positions)
@@ -84,12 +84,12 @@ def _compare(
 
 
 def _repeated(completions: Completions) -> Completions:
-    """What each completion repeats: "alone second" is "second" again."""
+    """The completion that each one repeats, by its name: "alone second" repeats "second"."""
     return {name: completions[name.split()[-1]] for name in completions}
 
 
 def _find_image_token(stock: Completion, pruned: Completion) -> int:
-    """The only token of which a pruned prompt has fewer."""
+    """The token id that occurs less often in the pruned prompt; there must be only one."""
     (image,) = Counter(stock.prompt) - Counter(pruned.prompt)
     return image
 
@@ -97,9 +97,9 @@ def _find_image_token(stock: Completion, pruned: Completion) -> int:
 def _gather(
     stock: Completion, pruned: Completion, rows_kept: Rows, sizes: list[int]
 ) -> Rows:
-    """Positions in the stock prompt of what a pruned prompt keeps and of what follows it.
+    """Stock positions of the tokens that a pruned prompt keeps, and of the text that follows them.
 
-    ``sizes`` has N of each image, between whose tokens text may stand.
+    ``sizes`` has N of each image; text may stand between an image's tokens.
     """
     image = _find_image_token(stock, pruned)
     indices: list[int] = []
@@ -125,7 +125,7 @@ def _gather(
 
 
 def _find_positions(stock: Completion) -> Rows:
-    """Positions of all tokens of a stock completion, of one axis also those that were cached."""
+    """Positions of all tokens of a stock completion; with one axis, also of cached tokens."""
     if len(stock.positions) > 1:
         return stock.positions
     return [[*range(len(stock.prompt) + len(stock.ids) - 1)]]
@@ -261,7 +261,7 @@ def _small_steps_keep_the_same(report: Report) -> str:
 
 @_check
 def _preempted_requests_go_on(report: Report) -> str:
-    """Requests preempted during prefill or decoding are completed as without that."""
+    """Requests that are preempted during prefill or decoding are completed as if they were not."""
     return _compare(report["preempted"], report["pruned"], report)
 
 
@@ -297,9 +297,9 @@ def _nothing_fell_back(report: Report) -> str:
 
 @_check
 def _positions_are_a_gather(report: Report) -> str:
-    """Kept and decoded tokens have the positions they have in the unpruned prompt.
+    """Kept and decoded tokens have the positions that they have in the unpruned prompt.
 
-    They stand one after the other where a model cannot have them so.
+    Models that cannot do this have them packed instead.
     """
     for name, pruned in report["pruned"].items():
         stock = report["stock"][name]
@@ -316,8 +316,9 @@ def _positions_are_a_gather(report: Report) -> str:
 def _questions_share_the_core(report: Report) -> str:
     """A state with a core keeps two disjoint parts, and other questions reuse the core's blocks.
 
-    Where layers are of several kinds, from the third question on: vLLM keeps recurrent states and
-    blocks of sliding windows at the end of a core once two prompts have parted there.
+    If layers are of several kinds, reuse begins with the third question: vLLM caches recurrent
+    states and blocks of sliding windows at the end of a core only after two prompts have diverged
+    there.
     """
     rows = set(_rows(report.split_kept))
     if len(report.split_kept) != 1 + report.splittable or len(rows) != _split_budget(
@@ -333,9 +334,9 @@ def _questions_share_the_core(report: Report) -> str:
 
 @_check
 def _later_turns_recall_other_tokens(report: Report) -> str:
-    """Each later turn keeps more tokens of the image, and all before it stays in the cache.
+    """Each later turn keeps more tokens of the image, and everything before it stays in the cache.
 
-    A request for that is refused where an image cannot be several items of a prompt.
+    Recall is refused if an image cannot be several items of a prompt.
     """
     if not report.splittable and not report.recall_refused:
         return "recall was not refused"
@@ -391,10 +392,10 @@ def _parts_stand_on_one_grid(report: Report) -> str:
 
 @_check
 def _cells_are_left_out(report: Report) -> str:
-    """Of a page with blank margins the cells that are left stand where they do in the whole page.
+    """Remaining cells of a page with blank margins have the positions of the whole page.
 
-    All that are left, or few of them, with empty caches and in small steps; a request for that is
-    refused where the tower encodes whole images.
+    This holds for all remaining cells or a few, with empty caches and with chunked prefill. The
+    request is refused if the tower encodes whole images.
     """
     cells = report["cells"]
     if report.cells is None:
@@ -463,14 +464,15 @@ def _merger_input_is_that_of_transformers(report: Report) -> str:
 def _videos_are_untouched(report: Report) -> str:
     """A video that keeps all tokens is answered as by stock vLLM.
 
-    Also in small steps, but for linear attention, which rounds them in another way.
+    With chunked prefill too, except on models with linear attention, whose chunked result rounds
+    differently.
     """
     stock = report["stock others"]
     pruned = report["others"]
     if stock.keys() != pruned.keys():
         return f"{[*pruned]} taken, by stock vLLM {[*stock]}"
     for name, completion in pruned.items():
-        wrong = _difference(completion, stock[name], 0.0, positions=True)
+        wrong = _difference(completion, stock[name], tolerance=0.0, positions=True)
         if wrong and (name == "video" or not report.hybrid):
             return f"{name}: {wrong}"
     return ""
@@ -479,9 +481,9 @@ def _videos_are_untouched(report: Report) -> str:
 def runners_agree(report: Report, other: Report) -> str:
     """Two model runners keep the same rows and give the same completions and positions.
 
-    Not under a state with a core: of 40 tokens some are nearly as good as others, and the runners
-    round features differently. So they do for any state in bfloat16, the only type that linear
-    attention has on a CPU: there, completions with all tokens are compared.
+    A state with a core is not compared: some of its 40 tokens are nearly equal in rank, and the
+    runners round features differently. The same happens to any state in bfloat16, the only dtype of
+    linear attention on a CPU, so such models compare only completions with all tokens.
     """
     if not report.hybrid and report.kept != other.kept:
         return f"{report.runner} kept {report.kept}, {other.runner} {other.kept}"

@@ -20,8 +20,8 @@ from vllm_autoprune.tpdsl.state import PruningState
 BUDGET = 64
 
 MINIMUM_SHARE = 0.9
-"""Share of the host's tokens that a device has to keep: it adds products up in another order, so
-that a few tokens of nearly equal rank change places."""
+"""Share of the host's tokens that a device must keep. A device adds products in another order, so a
+few tokens of nearly equal rank change places."""
 
 ROUNDS = 5
 
@@ -33,10 +33,11 @@ KERNEL = "greedy MAP in Triton"
 
 @dataclass(frozen=True, slots=True)
 class _SelectionResult:
-    """What one state did on the device.
+    """Result of one state on the device.
 
-    ``share`` of the tokens that the host keeps, median ``seconds`` of a selection on two images of
-    a few more than K tokens, and what is ``wrong``, empty where nothing is.
+    ``share`` is that of the host's tokens which the device keeps. ``seconds`` is the median time of
+    a selection on two images of slightly more than K tokens. ``wrong`` says what is wrong, or is
+    empty.
     """
 
     name: str
@@ -46,12 +47,12 @@ class _SelectionResult:
 
 
 def find_gpu() -> torch.device | None:
-    """This machine's CUDA device, None where there is none."""
+    """This machine's CUDA device, or None."""
     return torch.device("cuda") if torch.cuda.is_available() else None
 
 
 def check_kernel(device: torch.device) -> str:
-    """What is wrong with the Triton kernel on this device; empty where nothing is."""
+    """What is wrong with the Triton kernel on this device, or an empty text."""
     if device.type != "cuda":
         return "runs on a GPU only"
     try:
@@ -82,7 +83,7 @@ def check_selections(device: torch.device) -> Iterator[_SelectionResult]:
             policy = materialize(state, BUDGET)
             may_wait = policy.state.base_policy.name in WAITING
             probes = synthetic_probes(BUDGET, device)
-            # The first probe alone has tokens of different rank everywhere.
+            # Only the first probe has tokens of different rank everywhere.
             expected = refine(policy, synthetic_probes(BUDGET)[0]).indices
             selected = refine(policy, probes[0]).indices.cpu()
             is_selected = (expected[:, :, None] == selected[:, None, :]).any(dim=2)
@@ -109,7 +110,7 @@ def check_selections(device: torch.device) -> Iterator[_SelectionResult]:
 
 @contextmanager
 def _forbid_waiting(device: torch.device) -> Iterator[None]:
-    """Within it, torch raises where the host waits for a GPU."""
+    """Make torch raise, while the context is open, when the host waits for a GPU."""
     if device.type != "cuda":
         yield
         return

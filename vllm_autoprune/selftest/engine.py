@@ -23,17 +23,18 @@ from vllm_autoprune.serving.worker.features import ImageFeatures
 from vllm_autoprune.serving.worker.rows import count_channels
 
 STEPS_BETWEEN_PREEMPTIONS = 11
-"""A prompt takes 6 to 9 steps and decoding 3 more, so that the first request is preempted while it
-is decoded and the second while it is prefilled. A longer prompt needs more steps to be answered."""
+"""Engine steps between preemptions. A prompt takes 6 to 9 steps and decoding 3 more, so the first
+request is preempted while it is decoded and the second while it is prefilled. A longer prompt needs
+more steps to be answered."""
 
 
 class Engine:
-    """A ``vllm.LLM`` of a model, whose worker is in this process where it has one rank."""
+    """A ``vllm.LLM``; with one rank its worker is in this process."""
 
     def __init__(
         self, folder: Path, settings: Mapping[str, object] | None, **options: Any
     ) -> None:
-        """Start it, with a state unless ``settings`` is None."""
+        """Start the engine, with a state unless ``settings`` is None."""
         from vllm import LLM
 
         if settings is not None:
@@ -53,17 +54,17 @@ class Engine:
 
     @property
     def runs(self) -> int:
-        """Runs of the vision tower on requests so far."""
+        """Number of requests on which the vision tower has run so far."""
         return int(self.model.autoprune.runs)
 
     def empty_caches(self) -> None:
-        """Empty vLLM's caches, and with them the plugin's."""
+        """Empty vLLM's caches, which empties the plugin's too."""
         self.llm.reset_prefix_cache()
         self.llm.llm_engine.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
 
     def stop(self) -> None:
-        """End it, so that this process can start another one."""
+        """End the engine, so that this process can start another one."""
         self.llm.llm_engine.engine_core.shutdown()
         # vLLM collects garbage several times during a start, which takes half of the start-up time
         # of an engine of this size.
@@ -71,11 +72,11 @@ class Engine:
 
 
 class Recorded(NamedTuple):
-    """Images that were pruned: features, and which unpruned row each remaining row is.
+    """Features of the pruned images, and the index of each kept row among the unpruned rows.
 
-    ``rows`` has -1 for a row that equals none. Rows of text count among those of a video, and are
-    left out of those of an image. ``texts`` has, for each image, how many rows of tokens stand
-    before each row of its text.
+    ``rows`` has -1 for a row that equals no unpruned row. Rows of text are included for a video,
+    and left out for an image. ``texts`` has, for each image, the number of token rows before each
+    row of its text.
     """
 
     features: list[ImageFeatures]
@@ -89,7 +90,7 @@ class Recorded(NamedTuple):
         image: ImageFeatures,
         selected: Tensor,
     ) -> None:
-        """Add an image, of which the rows ``(K, D)`` are selected."""
+        """Add an image with its selected rows ``(K, D)``."""
         unpruned = image.rows()
         selected = selected[:, : unpruned.shape[1]]  # without the positions of one axis
         columns = torch.ones(selected.shape[1], dtype=torch.bool)
@@ -115,7 +116,7 @@ class Recorded(NamedTuple):
 
 
 class TinyEngine(Engine):
-    """An engine of a tiny model, which records positions that the language model receives."""
+    """Engine of a tiny model that records the positions which the language model receives."""
 
     def __init__(
         self, folder: Path, settings: Mapping[str, object] | None, **options: object
@@ -198,7 +199,7 @@ class TinyEngine(Engine):
         later: Sequence[str] = (),
         **fields: object,
     ) -> Completion:
-        """The completion of a text about images and ``later`` turns; ``fields`` of the entry."""
+        """Ask about images, then the ``later`` turns; ``fields`` are those of the entry."""
         text, images = question
         content: list[Any] = [
             {"type": "image_pil", "image_pil": image} for image in images
@@ -218,14 +219,14 @@ class TinyEngine(Engine):
         budget: int | None = None,
         preempted: bool = False,
     ) -> Completions:
-        """:meth:`ask` for questions by their names."""
+        """Call :meth:`ask` for each question; completions are by its name."""
         return {
             name: self.ask(question, budget, preempted)
             for name, question in questions.items()
         }
 
     def ask_video(self, name: str, **fields: object) -> Completions:
-        """The completion about a video of four frames, by a name, where the model takes one.
+        """The completion of a question about a video of four frames; empty if the model takes none.
 
         ``fields`` are those of the request's entry.
         """

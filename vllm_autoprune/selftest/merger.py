@@ -17,7 +17,7 @@ from vllm_autoprune.tpdsl.tokens import Grid
 
 _MERGER_INPUT: tuple[Signal, Signal] = ("encoder", "merger_norms")
 _TOWER_INPUTS = ("pixel_values", "image_grid_thw", "image_sizes", "image_position_ids")
-"""Of ``get_image_features``, where a model takes them."""
+"""Inputs of ``get_image_features``, for models that take them."""
 
 
 @torch.no_grad()
@@ -26,8 +26,8 @@ def measure_merger_error(
 ) -> float:
     """Largest error of a token's row or norms, relative to how much tokens differ.
 
-    Of the features that an engine made of the image, against transformers in float32. ``merger`` is
-    what ``tiny_models.toml`` says of the model's.
+    ``features`` are those that an engine made of the image; the reference is transformers in
+    float32. ``merger`` is the model's entry in ``tiny_models.toml``.
     """
     orders = [region.order for region in features.regions if region.order is not None]
     expected = _read_merger_input(folder, image, merger, features.regions[0].grid)
@@ -46,7 +46,7 @@ def _read_merger_input(
 ) -> tuple[Tensor, Tensor]:
     """Rows ``(N, C)`` and norms ``(N, 2)`` of one image, in raster order, by transformers.
 
-    ``grid`` is that of an image which is no tiles.
+    ``grid`` is the grid of an image without tiles.
     """
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -98,7 +98,7 @@ def _read_merger_input(
         return cells
 
     scored = entering.get("scored", entering["module"])
-    # Norms of a token whose patches are joined are those of its one row.
+    # A token whose patches are joined has the norms of its single row.
     rows = scored[:, None] if order in ("joined", "channels") else split(scored)
     norms = torch.stack([rows.norm(1, dim=2), rows.norm(dim=2)], dim=2).mean(dim=1)
     return split(entering["module"]).mean(dim=1), norms

@@ -1,4 +1,4 @@
-"""What the self-test asks: pictures, a video, questions about them, and the served state."""
+"""Inputs of the self-test: pictures, a video, questions about them, and the served state."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from vllm_autoprune.tpdsl.loading import load_state
 
 
 def picture(width: int, height: int, seed: int) -> Image.Image:
-    """A picture of coloured blocks."""
+    """Draw a picture of coloured blocks."""
     source = numpy.random.default_rng(seed)
     blocks = source.integers(0, 255, (height // 8, width // 8, 3), dtype=numpy.uint8)
     return Image.fromarray(blocks).resize((width, height))
 
 
 def video(count: int, seed: int = 0) -> tuple[Any, dict[str, object]]:
-    """Frames ``(count, 84, 56, 3)`` of a video, and what vLLM says of one that it has sampled."""
+    """Frames ``(count, 84, 56, 3)`` of a video, and vLLM's metadata of a sampled video."""
     frames = [numpy.asarray(picture(56, 84, seed + index)) for index in range(count)]
     metadata = {
         "fps": 2.0,
@@ -60,18 +60,18 @@ PADDING = " and the sky is blue on the right" * 6
 """Added to every question, so that image and text fill a block of the prefix cache."""
 
 LARGE_BUDGET = 4096
-"""K above N of every image here; requests ask for less."""
+"""A K above N of every image here, as the limit of what requests may ask for."""
 
 VIDEO_BUDGET = "tokens_per_frame:2"
-"""K of the video, whose frames have 6 tokens."""
+"""K of the video; each of its frames has 6 tokens."""
 
 
 def make_settings(budget: int, **fields: object) -> dict[str, Any]:
     """Settings of a server: CDPruner refined by signals that read question and attention.
 
-    Rows stay as they are, because checks find tokens by them. The signals of ``autoprune``, of
-    means and norms, are nearly equal for tokens of a random model, where the two model runners
-    round in another way. ``fields`` are further ones of the state.
+    Nothing is merged, because checks find tokens by their rows. The signals of ``autoprune``, which
+    read means and norms, are nearly equal for tokens of a random model, and the two model runners
+    round them differently. ``fields`` are further fields of the state.
     """
     weights = {
         "instruction_guided_visual_relevance": 0.4,

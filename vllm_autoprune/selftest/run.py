@@ -54,22 +54,22 @@ class Completion(BaseModel):
 
 
 Completions = dict[str, Completion]
-"""By the name of a question."""
+"""Completions by name of the question."""
 
 
 class Profile(BaseModel):
-    """What vLLM says of a model."""
+    """vLLM's description of a model."""
 
     runner: Literal["v1", "v2"]
     """The model runner that vLLM used."""
     hybrid: bool = False
     """Whether some layers have linear attention."""
     mixed: bool = False
-    """Whether vLLM keeps something else for some layers than for others."""
+    """Whether vLLM caches different things for different layers."""
 
 
 class PrunedImages(BaseModel):
-    """What is kept of the images of each question under a small K."""
+    """Kept rows of the images of each question under a small K."""
 
     kept: dict[str, Rows]
     """Index of each kept row among an image's unpruned rows, or -1 if it equals none of them."""
@@ -91,8 +91,8 @@ class SplitImage(BaseModel):
     recall_refused: bool
     """Whether a request for recall is refused, where they cannot."""
     merger_error: float | None
-    """How far what is ranked is from what enters the merger in transformers, relative to how much
-    tokens differ; None without a merger."""
+    """Largest error of the ranked rows against what enters the merger in transformers, relative to
+    how much tokens differ; None without a merger."""
 
 
 class Report(Profile, PrunedImages, SplitImage):
@@ -124,7 +124,7 @@ class Report(Profile, PrunedImages, SplitImage):
     """Selections that failed."""
     errors: dict[str, int]
     placed: bool
-    """Whether kept tokens keep their positions, as they do but where the model cannot."""
+    """Whether kept tokens keep their positions; false if the model cannot do so."""
 
     def __getitem__(self, setting: str) -> Completions:
         return self.completions[setting]
@@ -133,7 +133,7 @@ class Report(Profile, PrunedImages, SplitImage):
 REPORT_PREFIX = "selftest-report:"
 
 TIMEOUT = 900.0
-"""Seconds that a backbone may take."""
+"""Maximum seconds for a backbone."""
 
 RUNNERS: Mapping[str, Mapping[str, str]] = {
     "v1": {"VLLM_USE_V2_MODEL_RUNNER": "0"},
@@ -175,7 +175,7 @@ def available_runners() -> tuple[str, ...]:
 def run_backbone(
     name: str, environment: Mapping[str, str] | None = None, timeout: float = TIMEOUT
 ) -> Report:
-    """The report of one backbone; raises :class:`SelftestError` if there is none."""
+    """Run the self-test of one backbone; raises :class:`SelftestError` if it gives no report."""
     try:
         process = subprocess.run(
             [sys.executable, "-m", "vllm_autoprune.selftest.serve", name],
