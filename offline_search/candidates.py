@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Literal
@@ -16,8 +16,9 @@ from offline_search.components import (
     components_json,
     searched_components,
 )
-from offline_search.search_space import excluded_atoms, project
-from offline_search.settings import Settings
+from offline_search.released_space import list_problems_of_space, project
+from offline_search.search_space import excluded_atoms
+from offline_search.settings import MAX_QUOTA, Settings
 from vllm_autoprune.errors import Problem, StateError
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.tpdsl.atoms.source import FIXED_BUDGETS, BudgetCall
@@ -27,16 +28,33 @@ from vllm_autoprune.tpdsl.state import SCHEMA, PruningState
 Expectation = Literal["higher", "same", "lower"]
 """Expected score of a proposal, compared with its parent's."""
 
-_EXPLORE = "explore"
+Stage = Literal["first", "open", "tied", "last"]
+"""Of a search: nothing is measured; neither of the next; the best are tied; the last round."""
 
 PURPOSES: Mapping[str, str] = {
     "exploit": "the best candidate with other numbers",
     "ablate": "a candidate without one of its parts, or with that part replaced by a simpler one",
-    _EXPLORE: "a structure that is not listed",
+    "explore": "a structure that is not listed",
     "combine": "parts of two or more candidates",
     "worst_category": "a change for the category with the largest share of the loss",
 }
 """What proposals are asked for, in this order, and what each means in a prompt."""
+
+_PURPOSES_IN_SMALL_SPACES: Mapping[str, str] = {
+    "ablate": "a candidate without one of its signals, or with a number where its part does least",
+    "explore": "signals that are not listed, or numbers far from those that are",
+    "combine": "signals or numbers of two or more candidates",
+}
+"""What some of them mean where all candidates have one structure, or few."""
+
+_PURPOSES_OF: Mapping[Stage, Sequence[str]] = {
+    "first": ("explore",),
+    "open": tuple(PURPOSES),
+    "tied": ("explore",),
+    "last": ("exploit", "ablate", "combine"),
+}
+"""Purposes at each stage: variants of tied candidates tell nothing, a new structure comes too late
+in the last round."""
 
 MAX_HYPOTHESIS = 200
 """Length of a hypothesis; a longer one is cut, because prompts repeat it."""
@@ -56,14 +74,16 @@ class Hypothesis(FrozenModel):
     expect: Expectation = "higher"
 
 
-def list_purposes(begin: int, count: int, measured: bool) -> list[str]:
-    """Purposes of ``count`` proposals, in turn from the one with the number ``begin`` on.
+def describe_purposes(settings: Settings) -> Mapping[str, str]:
+    """What each purpose means in a search."""
+    if settings.space == "all":
+        return PURPOSES
+    return {**PURPOSES, **_PURPOSES_IN_SMALL_SPACES}
 
-    Before a candidate is measured, all explore.
-    """
-    return list(
-        islice(cycle(PURPOSES if measured else [_EXPLORE]), begin, begin + count)
-    )
+
+def list_purposes(begin: int, count: int, stage: Stage) -> list[str]:
+    """Purposes of ``count`` proposals, in turn from the one with the number ``begin`` on."""
+    return list(islice(cycle(_PURPOSES_OF[stage]), begin, begin + count))
 
 
 _SAFETY_CHECKS = (
@@ -94,8 +114,36 @@ def assemble_state(
 ) -> PruningState:
     """The state with these components and the search's base policy, budget and safety checks.
 
-    Raises :class:`StateError` with every problem.
+    Raises :class:`StateError` with every problem, among them what a smaller space does not have.
     """
+    state = _load_components(components, settings)
+    if settings.space == "all":
+        return state
+    nearest = _project_state(state, settings)
+    problems = list_problems_of_space(state, nearest, settings)
+    if problems:
+        raise StateError("proposal", problems)
+    return nearest
+
+
+def nearest_state(
+    components: Mapping[str, JsonValue], settings: Settings
+) -> PruningState:
+    """:func:`assemble_state`, or in a smaller space the state there that is nearest to it."""
+    state = _load_components(components, settings)
+    return state if settings.space == "all" else _project_state(state, settings)
+
+
+def _project_state(state: PruningState, settings: Settings) -> PruningState:
+    """The nearest state of a smaller space, with everything that is not searched as it is."""
+    document: JsonObject = state.model_dump(mode="json")
+    return load_state(json.dumps(document | project(state, settings.space)))
+
+
+def _load_components(
+    components: Mapping[str, JsonValue], settings: Settings
+) -> PruningState:
+    """The state with these components, whatever the space; :class:`StateError` if it is none."""
     searched = searched_components(settings)
     parts = {name: components[name] for name in searched if name in components}
     if settings.bases and BASE in components:
@@ -139,10 +187,7 @@ def assemble_state(
             "found_by": f"vllm-autoprune search, strategy {settings.strategy}"
         },
     }
-    state = load_state(json.dumps(document))
-    if settings.space == "all":
-        return state
-    return load_state(document | project(state, settings.space))
+    return load_state(json.dumps(document))
 
 
 def base_state(settings: Settings) -> PruningState:
@@ -157,7 +202,7 @@ def paper_state(settings: Settings, quota: int = 2) -> PruningState:
     selector = released.constraints.selector.model_copy(update=update)
     constraints = released.constraints.model_copy(update={"selector": selector})
     changed = released.model_copy(update={"constraints": constraints})
-    return assemble_state(components_json(changed), settings)
+    return nearest_state(components_json(changed), settings)
 
 
 def minimal_state(
@@ -176,4 +221,52 @@ def minimal_state(
         },
         "reassembly": {"atom": "mean_residual"},
     }
-    return assemble_state(components, settings)
+    return nearest_state(components, settings)
+
+
+_RELEVANCE: JsonObject = {"atom": "instruction_guided_visual_relevance"}
+_BASES_IN_ATOMS: Mapping[str, tuple[list[JsonValue], JsonObject, str, str]] = {
+    "cdpruner": (
+        [_RELEVANCE],
+        {"atom": "pairwise_cosine_kernel"},
+        "weighted_sum_fusion",
+        "runtime_reference_anchor_pool_dpp_selector",
+    ),
+    "cen_cdpruner": (
+        [_RELEVANCE, {"atom": "mean_dissimilarity_saliency"}],
+        {"atom": "centred_cosine_kernel", "weighted": True},
+        "weighted_product_fusion",
+        "anchor_controlled_pool_dpp_selector",
+    ),
+    "norm": (
+        [{"atom": "visual_token_norm_saliency"}],
+        {"atom": "pairwise_cosine_kernel"},
+        "weighted_sum_fusion",
+        "quality_topk_selector",
+    ),
+}
+"""Signals, kernel, fusion and selector that make the picks of a base policy without reading them,
+in an image of one tile; the others have no such form."""
+
+
+def base_in_atoms(settings: Settings) -> PruningState | None:
+    """The search's base policy as an exchange of all of its picks, where the atoms can write it."""
+    parts = _BASES_IN_ATOMS.get(settings.base_policy)
+    if parts is None:
+        return None
+    signals, kernel, fusion, selector = parts
+    call: JsonObject = {"atom": selector}
+    if selector != "quality_topk_selector":
+        call["q_e"] = min(settings.source_budget, MAX_QUOTA)
+    components: JsonObject = {
+        "scoring": {"signals": signals, "kernel": kernel, "fusion": {"atom": fusion}},
+        "constraints": {
+            "pool": [{"atom": "quality_pool_builder", "pool_ratio": None}],
+            "selector": call,
+        },
+        "reassembly": {"atom": "mean_residual"},
+    }
+    try:
+        return assemble_state(components, settings)
+    except StateError:  # the paper's library lacks an atom of it
+        return None

@@ -8,6 +8,7 @@ log-probabilities: an example costs one prefill of K tokens and no decoding.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import math
 import time
@@ -16,8 +17,11 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Protocol
 
+from pydantic import BaseModel, ValidationError
+
 from offline_search.dataset import Dataset, Split
 from offline_search.history import Answers
+from offline_search.image_facts import ImageFacts
 from offline_search.ledger import ALL_TOKENS, Clock, EvaluationRecord, Ledger
 from vllm_autoprune.connection import Connection
 from vllm_autoprune.errors import (
@@ -73,6 +77,10 @@ class Evaluator(Protocol):
     @property
     def dataset(self) -> Dataset:
         """The examples."""
+
+    @property
+    def image_facts(self) -> ImageFacts | None:
+        """What is known of the images without probes."""
 
     def probes(self) -> Sequence[VisualTokens]:
         """Visual tokens of a few search images, to detect duplicate states; may be empty."""
@@ -148,6 +156,13 @@ class RecordedEvaluator:
         return result | {"clock": Clock(at=started_at, seconds=seconds)}
 
 
+class _ServedInputs(BaseModel):
+    """What is read of a server's ``/v1/autoprune``; None where it does not tell."""
+
+    unavailable: list[str] | None = None
+    sign: int | None = None
+
+
 class ServedEvaluator:
     """Evaluator on one or several servers of the same model, which share the images.
 
@@ -168,6 +183,7 @@ class ServedEvaluator:
         """``probes`` from the served model's checkpoint; ``first_wait``: seconds before a retry."""
         self.dataset = dataset
         self.name = ""
+        self.image_facts: ImageFacts | None = None
         self._urls = urls
         self._connection = connection
         self._servers = [AsyncServerClient(url, connection=connection) for url in urls]
@@ -229,14 +245,11 @@ class ServedEvaluator:
 
     async def check_budget(self, budget: int | str) -> None:
         """Raise :class:`ConfigError` for a K at which the first search images keep all tokens."""
-        state = load_state("cdpruner")
         lengths = dict[int | str, int]()
-        examples = {example.image: example for example in self.dataset.splits["search"]}
-        for example in islice(examples.values(), _CHECKED_IMAGES):
+        for example in self._list_first_examples():
             for tokens in (0, budget, 1):
-                pruning = pruning_options(state if tokens else None, tokens)
                 try:
-                    *_, lengths[tokens] = await self._score(example, pruning)
+                    lengths[tokens] = await self._count_prompt(example, tokens)
                 except EvaluationFailed:
                     return  # measuring the base policy has the reason
                 if tokens == budget and lengths[budget] < lengths[0]:
@@ -250,6 +263,42 @@ class ServedEvaluator:
         raise ConfigError(
             "search", [Problem("--budget", what, f"give less than {count}")]
         )
+
+    async def read_image_facts(self) -> None:
+        """Set N of the first search images, by the lengths of prompts, and what the server tells.
+
+        A server whose page is not there tells nothing.
+        """
+        counts = set[int]()
+        for example in self._list_first_examples():
+            with contextlib.suppress(EvaluationFailed):
+                unpruned = await self._count_prompt(example, 0)
+                counts.add(unpruned - await self._count_prompt(example, 1) + 1)
+        if not counts:
+            return
+        page = _ServedInputs()
+        with (
+            ServerClient(self._urls[0], self._connection) as server,
+            contextlib.suppress(*FAILURES, ValidationError),
+        ):
+            page = _ServedInputs.model_validate(server.read_served())
+        has_cls = None
+        if page.unavailable is not None:
+            has_cls = "cls_attention" not in page.unavailable
+        self.image_facts = ImageFacts(
+            tuple(sorted(counts)), has_cls=has_cls, sign=page.sign
+        )
+
+    def _list_first_examples(self) -> list[Example]:
+        """A question of each of the first search images."""
+        examples = {example.image: example for example in self.dataset.splits["search"]}
+        return list(islice(examples.values(), _CHECKED_IMAGES))
+
+    async def _count_prompt(self, example: Example, budget: int | str) -> int:
+        """Tokens of a question's prompt at K = ``budget``; with all tokens at 0."""
+        state = load_state("cdpruner") if budget else None
+        *_, length = await self._score(example, pruning_options(state, budget))
+        return length
 
     async def evaluate(self, job: EvaluationJob) -> Answers:
         """Answers to a job; every example goes to the server that its image is assigned to."""

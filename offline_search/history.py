@@ -11,15 +11,16 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from offline_search.candidates import BASE_PARENT
 from offline_search.components import structure
+from offline_search.differences import Difference, Strata, compare, fit_difficulty
 from offline_search.ledger import ProposalRecord, Standing, TrialRecord
 from vllm_autoprune.evaluation.questions import Example
-from vllm_autoprune.statistics import Estimate, Floats
+from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.state import PruningState
 
 
@@ -82,93 +83,6 @@ class Answers:
         return np.subtract(self.logprob, full.logprob[:count])
 
 
-Lead = Literal["better", "worse", "undecided"]
-"""What a paired difference says of the first policy."""
-
-_MINIMUM_IMAGES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Mean difference of the values of two policies, and its standard error."""
-
-    value: float
-    error: float
-
-    def verdict(self, resolution: float = 0.0, errors: float = 2.0) -> Lead:
-        """Better or worse by more than the resolution and so many standard errors."""
-        if abs(self.value) <= max(resolution, errors * self.error):
-            return "undecided"
-        return "better" if self.value > 0 else "worse"
-
-    @property
-    def low(self) -> float:
-        """The difference less two standard errors."""
-        return self.value - 2 * self.error
-
-    def estimate(self) -> Estimate:
-        """The difference, with two standard errors either way."""
-        return Estimate(self.value, self.low, self.value + 2 * self.error).rounded(6)
-
-    def is_tie(self, resolution: float) -> bool:
-        """Whether more answers would hardly show more than the resolution."""
-        return max(abs(self.value), 2 * self.error) <= resolution
-
-
-def compare(
-    examples: Sequence[Example],
-    values: Floats,
-    reference: Floats,
-    difficulty: Floats | None = None,
-) -> Difference:
-    """Paired difference of two policies, clustered by image.
-
-    values, reference: ``(M,)``, not a number where a question was not asked. Where both answered
-    the same questions it is the ordinary paired difference; otherwise each mean is corrected for
-    the ``difficulty`` ``(M,)`` of its questions, whose own error is neglected. The error is
-    infinite on fewer than four images.
-    """
-    _, images = np.unique([example.image for example in examples], return_inverse=True)
-    mean = 0.0
-    fewest = len(images)
-    terms = np.zeros(len(values))
-    for sign, scores in ((1.0, values), (-1.0, reference)):
-        rows = np.isfinite(scores)
-        if not rows.any():
-            return Difference(0.0, math.inf)
-        corrected = scores[rows]
-        if difficulty is not None:
-            corrected = corrected - difficulty[rows]
-        mean += sign * float(corrected.mean())
-        terms[rows] += sign * (corrected - corrected.mean()) / len(corrected)
-        fewest = min(fewest, len(np.unique(images[rows])))
-    if fewest < _MINIMUM_IMAGES:
-        return Difference(mean, math.inf)
-    sums = np.bincount(images, terms)
-    count = len(np.unique(images[np.isfinite(values) | np.isfinite(reference)]))
-    return Difference(mean, math.sqrt(count / (count - 1) * float(sums @ sums)))
-
-
-def fit_difficulty(values: Floats) -> Floats:
-    """Effect of each question ``(M,)`` in values ``(C, M)`` = candidate + question + noise.
-
-    Least squares; values are not a number where a question was not asked, and so are effects of
-    questions that nobody was asked. The normal equations are those of the candidates' effects once
-    the questions' are eliminated.
-    """
-    mask = np.isfinite(values).astype(float)
-    filled = np.where(mask > 0, values, 0.0)
-    counts = mask.sum(axis=0)
-    shares = mask / np.maximum(counts, 1)
-    system = np.diag(mask.sum(axis=1)) - shares @ mask.T
-    sums = filled.sum(axis=1) - shares @ filled.sum(axis=0)
-    # Their mean is free, so that the least norm is taken.
-    effects = np.linalg.lstsq(system, sums, rcond=1e-9)[0]
-    with np.errstate(invalid="ignore"):
-        difficulty: Floats = (filled - mask * effects[:, None]).sum(axis=0) / counts
-    return difficulty
-
-
 def rounded_mean(values: Sequence[float]) -> float:
     """Mean with the six decimals that records have."""
     return round(sum(values) / len(values), 6)
@@ -199,6 +113,8 @@ class Trial:
     values: Floats | None = None
     exchanges: float | None = None
     """Tokens of a probe that it exchanges, on average."""
+    quality: tuple[float, float] | None = None
+    """Lowest of the base policy's picks and highest of the other tokens of a probe, on average."""
 
     @property
     def name(self) -> str:
@@ -303,8 +219,7 @@ class History:
         leaders = [best]
         for rival in rivals:
             gap = self.compare(rival, best)
-            is_undecided = gap.verdict(self.resolution) == "undecided"
-            if is_undecided and not gap.is_tie(self.resolution):
+            if gap.verdict(self.resolution) == "undecided":
                 leaders.append(rival)
         return leaders
 
@@ -315,7 +230,8 @@ class History:
             trial
             for trial in self.ranked_structures()
             if trial is not leader
-            and self.compare(trial, leader).verdict(self.resolution) == "undecided"
+            and self.compare(trial, leader).verdict(self.resolution)
+            in ("same", "undecided")
         ]
 
     def find(self, name: str) -> Trial | None:
@@ -351,65 +267,87 @@ class History:
         return None if trial is None else self.estimate(trial)
 
     def difficulty(self) -> Floats:
-        """Effects of the questions ``(M,)`` on the base policy and all fully evaluated trials."""
+        """Effects of the questions ``(M,)`` on the base policy and all fully evaluated trials.
+
+        Fitted in each category, because a candidate may gain in one and lose in another.
+        """
         rows = [self.base_values]
         for trial in self.evaluated():
             values = self.values(trial)
             if values is not None:
                 rows.append(values)
         if [*map(id, rows)] != [*map(id, self._fitted)]:
-            self._difficulty = fit_difficulty(np.array(rows))
+            table = np.array(rows)
+            self._difficulty = np.empty(table.shape[1])
+            codes = self._strata().codes
+            for code in np.unique(codes):
+                columns = codes == code
+                self._difficulty[columns] = fit_difficulty(table[:, columns])
             self._fitted = rows
         return self._difficulty
 
     def estimate(self, trial: Trial) -> float | None:
-        """The objective of a trial over all questions that any was asked.
+        """The objective of a trial over all questions asked so far, of whomever.
 
-        Its mean is corrected for the difficulty of the questions that it was asked.
+        Its mean is corrected for the difficulty of the questions that it was asked, and weighted by
+        the categories' shares, so that it is the mean of :meth:`by_category`.
         """
         values = self.values(trial)
         if values is None or not np.isfinite(values).any():
             return trial.result.score
         difficulty = self.difficulty()
-        corrected = values - difficulty
-        return round(
-            float(corrected[np.isfinite(corrected)].mean() + np.nanmean(difficulty)), 6
-        )
+        answered = np.isfinite(values)
+        weights = self._strata().weights(answered)[answered]
+        level = float(weights @ (values - difficulty)[answered])
+        return round(level + float(np.nanmean(difficulty)), 6)
 
     def compare(self, trial: Trial, reference: Trial) -> Difference:
-        """Difference of two trials, infinitely uncertain where one was not measured.
-
-        On the questions that both answered, or between estimates, whichever has the smaller error.
-        """
+        """Difference of the estimates of two trials, infinitely uncertain where one has none."""
         values = self.values(trial)
         reference_values = self.values(reference)
         if values is None or reference_values is None or not self.examples:
             return Difference(0.0, math.inf)
-        fitted = compare(self.examples, values, reference_values, self.difficulty())
-        is_shared = np.isfinite(values + reference_values)
-        paired = compare(
-            self.examples,
-            np.where(is_shared, values, np.nan),
-            np.where(is_shared, reference_values, np.nan),
+        return compare(
+            self.examples, values, reference_values, self.difficulty(), self._strata()
         )
-        return min(paired, fitted, key=lambda gap: gap.error)
+
+    def count_categories(self) -> dict[str, int]:
+        """Questions of each category that were asked so far, of whomever."""
+        rows = np.flatnonzero(self._population())
+        return dict(Counter(self.examples[row].category for row in rows))
 
     def by_category(self, trial: Trial) -> dict[str, Difference]:
-        """The estimate in each category, with the standard error of what is not difficulty."""
+        """The estimate in each category that a trial was asked of.
+
+        With the standard error of what is not difficulty.
+        """
         values = self.values(trial)
         scores = dict[str, Difference]()
-        difficulty = self.difficulty()
-        names = np.array([example.category for example in self.examples])
         if values is None:
             return scores
-        for name in dict.fromkeys(names.tolist()):
-            rows = np.flatnonzero(names == name)
-            gap = compare(
-                [self.examples[row] for row in rows], values[rows], difficulty[rows]
-            )
-            level = float(np.nanmean(difficulty[rows]))
-            scores[name] = Difference(gap.value + level, gap.error)
+        difficulty = self.difficulty()
+        names = np.array([example.category for example in self.examples])
+        for name in self.count_categories():
+            rows = np.flatnonzero((names == name) & self._population())
+            if np.isfinite(values[rows]).any():
+                examples = [self.examples[row] for row in rows]
+                level = float(np.mean(difficulty[rows]))
+                answered = np.isfinite(values[rows])
+                expected = np.where(answered, difficulty[rows], np.nan)
+                gap = compare(examples, values[rows], expected)
+                scores[name] = Difference(gap.value + level, gap.error)
         return scores
+
+    def _population(self) -> NDArray[np.bool_]:
+        """The questions ``(M,)`` that were asked so far: the base policy is asked all of them."""
+        return np.isfinite(self.base_values)
+
+    def _strata(self) -> Strata:
+        """The categories of the questions; all of one where they are not known."""
+        population = self._population()
+        if len(self.examples) == len(population):
+            return Strata.of(self.examples, population)
+        return Strata(np.zeros(len(population), dtype=np.int64), np.ones(1))
 
     def reach(self, questions: int) -> float:
         """Two standard errors of a difference of leaders that were asked so many questions."""

@@ -148,6 +148,12 @@ class VerdictRecord(_Record):
         exclude_if=lambda count: count is None,
         description="tokens of a probe that differ from the base policy's, on average",
     )
+    quality: tuple[float, float] | None = Field(
+        default=None,
+        exclude_if=lambda bounds: bounds is None,
+        description="lowest of the base policy's picks of a probe, and highest of its other "
+        "tokens, on average",
+    )
 
 
 class EvaluationRecord(_Record):

@@ -309,7 +309,10 @@ class _SchemaReducer:
             if name in _MAX_ITEMS:
                 _object(item)["maxItems"] = _MAX_ITEMS[name]
             elif name == "q_e":
-                _object(item)["maximum"] = min(settings.source_budget, MAX_QUOTA)
+                largest = min(settings.source_budget, MAX_QUOTA)
+                if settings.space == "without-anchoring":  # whose q_e is fixed
+                    largest = MAX_QUOTA
+                _object(item)["maximum"] = largest
         return reduced
 
     def _merge(self, alternatives: list[JsonValue]) -> list[JsonValue]:

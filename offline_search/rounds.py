@@ -6,18 +6,20 @@ import asyncio
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from offline_search.candidates import BASE_PARENT, Draft
 from offline_search.dataset import Dataset, cut_blocks
+from offline_search.differences import compare
 from offline_search.evaluator import EvaluationJob, RecordedEvaluator
-from offline_search.history import Answers, History, Trial, compare, rounded_mean
+from offline_search.history import Answers, History, Trial, rounded_mean
 from offline_search.ledger import (
     Ledger,
     ProposalRecord,
@@ -25,9 +27,11 @@ from offline_search.ledger import (
     TrialRecord,
     VerdictRecord,
 )
+from offline_search.schedule import RACING_STAGES, count_of_share
 from offline_search.settings import Settings
 from vllm_autoprune.errors import AutopruneError, EvaluationFailed
 from vllm_autoprune.evaluation.questions import Example
+from vllm_autoprune.ops.rowwise import mask_from_indices
 from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
@@ -59,11 +63,6 @@ def probes_from_checkpoint(
         for example in islice(reversed(by_image.values()), _PROBE_IMAGES)
     ]
 
-
-_RACING_STAGES = ((0.125, 3), (0.5, 2), (1.0, 1))
-"""Shares of a round's questions after which a race drops candidates, and of how many one goes on.
-
-Of 15, five, then three, without those that are clearly worse than the best so far."""
 
 _RACING_ERRORS = 3.0
 """Standard errors by which a candidate is clearly worse: a race tests each several times."""
@@ -165,8 +164,8 @@ class RoundEvaluator:
         leader = history.leader().name
         references = self._find_references(candidates, history)
         start = 0
-        for share, divisor in _RACING_STAGES if early_stopping else _RACING_STAGES[-1:]:
-            stop = max(1, round(share * len(self._questions)))
+        for share, divisor in RACING_STAGES if early_stopping else RACING_STAGES[-1:]:
+            stop = count_of_share(share, len(self._questions))
             references = [
                 reference
                 for reference in _unfinished(references)
@@ -278,8 +277,10 @@ class RoundEvaluator:
         values[self._block.start : self._block.start + len(answered)] = answered
         key = f"verdict/{candidate.proposal.digest}"
         verdict = self.ledger.find(VerdictRecord, key)
-        exchanges = None if verdict is None else verdict.exchanges
-        return Trial(candidate.proposal, result, candidate.state, values, exchanges)
+        trial = Trial(candidate.proposal, result, candidate.state, values)
+        if verdict is None:
+            return trial
+        return replace(trial, exchanges=verdict.exchanges, quality=verdict.quality)
 
     def _values(self, candidate: _Candidate) -> Floats:
         """Answers' values less the unpruned model's, mean over budgets, ``(M,)``."""
@@ -338,33 +339,33 @@ class RoundEvaluator:
                     digest=state.digest, valid=False, problems=tuple(problems)
                 )
             )
-        behaviour, exchanges = self._probe(state, policies)
-        return self.ledger.put(
-            VerdictRecord(
-                digest=state.digest,
-                valid=True,
-                quota=policies[0].quota,
-                r_min=policies[0].r_min,
-                behaviour=behaviour,
-                exchanges=exchanges,
-            )
+        record = VerdictRecord(
+            digest=state.digest,
+            valid=True,
+            quota=policies[0].quota,
+            r_min=policies[0].r_min,
         )
+        return self.ledger.put(self._probe(record, state, policies))
 
     def _probe(
-        self, state: PruningState, policies: Sequence[PruningPolicy]
-    ) -> tuple[str, float | None]:
-        """SHA-256 of the token rows selected for every probe, and the mean number of exchanges.
+        self,
+        verdict: VerdictRecord,
+        state: PruningState,
+        policies: Sequence[PruningPolicy],
+    ) -> VerdictRecord:
+        """The verdict with what the policies do on the probes; as it is without any.
 
-        Of features as well as indices, because two states may keep the same tokens and merge the
-        discarded ones differently. Exchanges are those of the first policy: tokens that the base
-        policy does not select. Without probes an empty string, and None.
+        The fingerprint is of features as well as indices, because two states may keep the same
+        tokens and merge the discarded ones differently. Exchanges and qualities are those of the
+        first policy.
         """
         if not self.probes:
-            return "", None
+            return verdict
         budget = BudgetCall.parse(self.settings.budgets[0])
         base = materialize(state.without_exchange(), budget)
         behaviour = hashlib.sha256()
         exchanges: list[int] = []
+        qualities: list[tuple[float, float]] = []
         for policy in policies:
             for tokens in self.probes:
                 size = (tokens.count, tokens.grid.tiles)
@@ -373,10 +374,19 @@ class RoundEvaluator:
                 features = refined.features.float().contiguous()
                 behaviour.update(features.numpy().tobytes())
                 if policy is policies[0]:
-                    reference = refine(base.at(*size), tokens).indices.tolist()
-                    rows = zip(refined.indices.tolist(), reference, strict=True)
+                    picks = refine(base.at(*size), tokens).indices
+                    rows = zip(refined.indices.tolist(), picks.tolist(), strict=True)
                     exchanges += [len({*row} - {*base_row}) for row, base_row in rows]
-        return behaviour.hexdigest(), round(float(np.mean(exchanges)), 2)
+                    if refined.quality is not None:
+                        qualities.append(_bound_exchange(refined.quality, picks))
+        update: dict[str, object] = {
+            "behaviour": behaviour.hexdigest(),
+            "exchanges": round(float(np.mean(exchanges)), 2),
+        }
+        if qualities:
+            lowest, highest = np.mean(qualities, axis=0).tolist()
+            update["quality"] = (round(lowest, 3), round(highest, 3))
+        return verdict.model_copy(update=update)
 
     def _fingerprint(self, state: PruningState) -> str:
         """What is equal for states that keep the same tokens of the probes."""
@@ -415,7 +425,7 @@ class RoundEvaluator:
             reason = ""
             if gap.verdict(errors=_RACING_ERRORS) == "worse":
                 reason = f"behind {after}"
-            elif resolution and gap.is_tie(resolution):
+            elif resolution and gap.verdict(resolution) == "same":
                 reason = f"tied with the best within {resolution:g} {after}"
             if reason:
                 candidate.result = self._result(candidate, "dropped", reason=reason)
@@ -452,6 +462,17 @@ class RoundEvaluator:
             "accuracy": rounded_mean(accuracies),
         }
         return record.model_copy(update=update)
+
+
+def _bound_exchange(quality: Tensor, picks: Tensor) -> tuple[float, float]:
+    """Lowest quality ``(B, N)`` of the picks ``(B, P)``, and highest of the other tokens.
+
+    Means over images; their difference is what an exchange can gain at most.
+    """
+    picked = mask_from_indices(picks, quality.shape[1])
+    lowest = quality.masked_fill(~picked, torch.inf).amin(dim=1)
+    highest = quality.masked_fill(picked, -torch.inf).amax(dim=1)
+    return float(lowest.mean()), float(highest.mean())
 
 
 _C = TypeVar("_C", bound=_Candidate)

@@ -7,6 +7,17 @@ from dataclasses import dataclass
 from offline_search.history import History
 from offline_search.settings import RACED_PER_PLACE, Settings
 
+RACING_STAGES = ((0.125, 3), (0.5, 2), (1.0, 1))
+"""Shares of a round's questions after which a race drops candidates, and of how many one goes on.
+
+Of 15, five, then three, without those that are clearly worse than the best so far."""
+
+
+def count_of_share(share: float, questions: int) -> int:
+    """Questions that are a share of a round's, at least one."""
+    return max(1, round(share * questions))
+
+
 _PLATEAU_SHARE = 0.5
 """Share of its budget before which no plateau ends a search."""
 
@@ -53,18 +64,45 @@ class EvaluationBudget:
         affordable = (self.answers - spent) // self.per_candidate
         return RACED_PER_PLACE * min(count, max(1, affordable))
 
-    def describe_round(self, number: int, spent: int, history: History) -> str:
-        """Which round this is, and whether it is the last one, for prompts."""
-        rounds = self.settings.rounds
-        text = f"Round {number} of {rounds}."
-        is_last = number == rounds
-        if self.settings.has_fixed_evaluations:
-            text = f"Round {number}; {spent} of {self.answers} answers are spent."
-            remaining = self.answers - spent
-            is_last = remaining <= self.settings.per_round * self.per_candidate
-        if is_last and history.best() is not None:
-            text += " It is the last one: only refinements of listed candidates are asked for."
-        return text
+    def is_last(self, number: int, spent: int) -> bool:
+        """Whether a round is the last one, if it spends what it may."""
+        if not self.settings.has_fixed_evaluations:
+            return number == self.settings.rounds
+        remaining = self.answers - spent
+        return remaining <= self.settings.per_round * self.per_candidate
+
+    def describe_round(self, number: int, spent: int, resolution: float) -> str:
+        """Which round this is, what a candidate costs, and whether another follows, for prompts."""
+        settings = self.settings
+        round_text = f"Round {number} of {settings.rounds}."
+        ending = "It is the last one."
+        if settings.has_fixed_evaluations:
+            round_text = f"Round {number}; {spent} of {self.answers} answers are spent."
+            ending = "It is the last one, unless answers remain after it."
+        if not self.is_last(number, spent):
+            ending = "Another follows."
+            if resolution:  # without one, no plateau ends a search
+                ending = (
+                    "Another follows, unless several in a row found nothing better."
+                )
+        cost = f"A candidate is asked {self.questions} questions"
+        if settings.races:
+            cost += self._describe_race()
+        if len(settings.budgets) > 1:
+            cost += f", each at {len(settings.budgets)} budgets"
+        return f"{round_text} {ending} {cost}."
+
+    def _describe_race(self) -> str:
+        """After how many questions candidates are dropped, and which."""
+        texts = [
+            f"all but one in {divisor} after {count_of_share(share, self.questions)}"
+            for share, divisor in RACING_STAGES
+            if share < 1
+        ]
+        return (
+            f" at most: dropped are those clearly worse than the leader, and of the others "
+            f"{', '.join(texts)} questions"
+        )
 
 
 @dataclass
@@ -88,7 +126,7 @@ class Plateau:
             verdicts = {lead.verdict(resolution) for lead in leads}
             if "better" in verdicts:
                 self.level = 0
-            elif self.level == 0 and verdicts == {"undecided"}:
+            elif self.level == 0 and verdicts and verdicts <= {"same", "undecided"}:
                 self.level = 1
                 self.since = number
         leads = history.leads(number - _IDLE_ROUNDS + 1, number)

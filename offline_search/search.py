@@ -22,11 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from offline_search.candidates import base_state, list_purposes, minimal_state
+from offline_search.candidates import Stage, base_state, list_purposes, minimal_state
 from offline_search.components import structure
 from offline_search.dataset import SPLITS, Dataset, Split, read_dataset
 from offline_search.evaluator import EvaluationJob, Evaluator, RecordedEvaluator
 from offline_search.history import Answers, History, gave_up
+from offline_search.image_facts import ImageFacts
 from offline_search.ledger import (
     Cost,
     Ledger,
@@ -37,13 +38,7 @@ from offline_search.ledger import (
     read_ledger,
     select_records,
 )
-from offline_search.prompt import (
-    Messages,
-    describe_images,
-    describe_request,
-    proposal_prompt,
-    summarize,
-)
+from offline_search.prompt import Messages, describe_request, proposal_prompt
 from offline_search.proposer import ProposalClient, Proposer
 from offline_search.report import ProgressLog
 from offline_search.rounds import RoundEvaluator
@@ -51,8 +46,10 @@ from offline_search.schedule import EvaluationBudget, Plateau
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
 from offline_search.strategies.language_model import Round
+from offline_search.summary import summarize
 from offline_search.winner import HeldOutEvaluator
 from vllm_autoprune.errors import SearchError
+from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
@@ -90,7 +87,11 @@ class Search:
         self._client = ProposalClient(settings, ledger, proposer, most_money)
         examples = self._dataset.splits["search"]
         probes = evaluator.probes()
-        self._facts = describe_images(settings, probes) if settings.proposer else ""
+        facts = ImageFacts.of_probes(probes) if probes else evaluator.image_facts
+        self._facts = ""
+        if settings.proposer and facts is not None:
+            kept = BudgetCall.parse(settings.budgets[0]).tokens_kept(facts.counts[0])
+            self._facts = f"{facts.describe(kept)}\n\n"
         self._rounds = RoundEvaluator(
             settings, ledger, self._evaluator, examples, probes
         )
@@ -181,8 +182,17 @@ class Search:
             rng=Random(f"{self._settings.seed} {number}"),
             client=self._client,
             tied=frozenset(structure(trial.require_state()) for trial in tied),
-            position=self._budget.describe_round(number, spent, history),
+            position=self._budget.describe_round(number, spent, history.resolution),
+            stage=self._choose_stage(number, history, plateau),
         )
+
+    def _choose_stage(self, number: int, history: History, plateau: Plateau) -> Stage:
+        """What a round's proposals are asked for."""
+        if history.best() is None:
+            return "first"
+        if self._budget.is_last(number, history.answers):
+            return "last"
+        return "tied" if plateau.level and history.tied() else "open"
 
     def _update_resolution(self, history: History) -> None:
         """Set what the budget can tell apart, where the settings have no resolution.
@@ -200,6 +210,7 @@ class _Recording:
 
     name: str
     dataset: Dataset
+    image_facts: ImageFacts | None = None
 
     def probes(self) -> Sequence[VisualTokens]:
         return ()
@@ -278,8 +289,8 @@ def estimate_cost(
     example = minimal_state(settings)
     listed = settings.proposals_per_reply
     total = settings.per_round
-    purposes = list_purposes(0, min(listed, total), measured=True) if listed > 1 else ()
-    request = describe_request(0, total, purposes)
+    purposes = list_purposes(0, min(listed, total), "open") if listed > 1 else ()
+    request = describe_request(1, 0, purposes=purposes)
     messages = proposal_prompt(settings, history, example, request)
     # Proposals that repeat earlier ones cost a call and no evaluation, so there may be more calls.
     rounds = settings.maximum_rounds

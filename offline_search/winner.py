@@ -18,16 +18,9 @@ import numpy as np
 
 from offline_search.components import structure
 from offline_search.dataset import Dataset, Split
+from offline_search.differences import Difference, compare, fit_difficulty
 from offline_search.evaluator import EvaluationJob, RecordedEvaluator
-from offline_search.history import (
-    Answers,
-    Difference,
-    History,
-    Trial,
-    compare,
-    fit_difficulty,
-    rounded_mean,
-)
+from offline_search.history import Answers, History, Trial, rounded_mean
 from offline_search.ledger import Comparison, WinnerRecord
 from offline_search.settings import Settings
 from vllm_autoprune.errors import EvaluationFailed, SearchError

@@ -86,6 +86,9 @@ class YardstickEvaluator:
         self._encoded: dict[tuple[Split, int], EncodedBatch] = {}
         self._answers: dict[EvaluationJob, Answers] = {}
 
+    image_facts = None
+    """Probes have them."""
+
     def probes(self) -> Sequence[VisualTokens]:
         """Visual tokens of the first batches of the search split."""
         probes = list[VisualTokens]()

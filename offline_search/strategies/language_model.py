@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar
 
-from offline_search.candidates import PURPOSES, Draft, list_purposes, minimal_state
+from offline_search.candidates import Draft, Stage, list_purposes, minimal_state
 from offline_search.history import History, Trial
 from offline_search.prompt import crossover_prompt, describe_request, proposal_prompt
 from offline_search.proposer import ProposalClient, ProposalRequest
@@ -31,6 +31,8 @@ class Round:
     """Structures that the optimizer leaves, because leaders of them are tied."""
     position: str
     """Which round of the search this is, for prompts."""
+    stage: Stage
+    """What proposals of a language model are asked for."""
 
     async def request(self, requests: Iterable[ProposalRequest]) -> list[Draft]:
         """The drafts in the replies to concurrent requests, in their order."""
@@ -46,7 +48,7 @@ class Round:
         """
         history = self.history
         best = history.best()
-        example = (best and best.state) or minimal_state(settings)
+        example = best or minimal_state(settings)
         parents = () if best is None else (best.name,)
         size = settings.proposals_per_reply
         names = {
@@ -57,14 +59,12 @@ class Round:
         requests = []
         for begin in range(0, count, size):
             length = 0
-            total = self.count
             purposes = list[str]()
             if size > 1:
                 length = min(size, count - begin)
-                total = count
-                start = ((self.number - 1) * count + begin) % len(PURPOSES)
-                purposes = list_purposes(start, length, measured=best is not None)
-            request = describe_request(begin, total, purposes)
+                start = (self.number - 1) * count + begin
+                purposes = list_purposes(start, length, self.stage)
+            request = describe_request(self.number, begin, self.stage, purposes)
             messages = proposal_prompt(
                 settings, self.context, example, f"{self.position} {request}"
             )
@@ -144,9 +144,9 @@ class _EvoPrompting(Strategy, name="evoprompting"):
             if len(population) >= _PARENTS:
                 origin = "crossover"
                 parents = self.draw_parents(population, _PARENTS, current.rng)
-                messages = crossover_prompt(settings, parents)
+                messages = crossover_prompt(settings, parents, current.history)
             else:
-                request = describe_request(index, count)
+                request = describe_request(number, index)
                 messages = proposal_prompt(
                     settings, "", minimal_state(settings), request
                 )

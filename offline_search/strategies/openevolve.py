@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING
 from offline_search.candidates import Draft, minimal_state
 from offline_search.components import compact_json
 from offline_search.history import History
-from offline_search.prompt import Messages, describe_task
+from offline_search.prompt import Messages
 from offline_search.proposer import ProposalRequest
 from offline_search.settings import Settings
 from offline_search.strategies.language_model import Round, Strategy
+from offline_search.task import describe_task
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.tpdsl.state import PruningState
 

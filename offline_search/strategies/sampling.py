@@ -25,7 +25,14 @@ from dataclasses import replace
 from itertools import cycle, islice
 from typing import TYPE_CHECKING
 
-from offline_search.candidates import Draft, assemble_state, minimal_state, paper_state
+from offline_search.candidates import (
+    Draft,
+    assemble_state,
+    minimal_state,
+    nearest_state,
+    paper_state,
+)
+from offline_search.choices import Choice, ChoiceSource, ClippedChoices, RandomSource
 from offline_search.components import (
     BASE,
     CORE,
@@ -34,15 +41,7 @@ from offline_search.components import (
     components_json,
     structure,
 )
-from offline_search.search_space import (
-    Choice,
-    ChoiceSource,
-    ClippedChoices,
-    RandomSource,
-    atom_names,
-    choices_of_state,
-    sample_proposal,
-)
+from offline_search.search_space import atom_names, choices_of_state, sample_proposal
 from offline_search.settings import MAX_QUOTA, Settings
 from offline_search.strategies.language_model import Round, Strategy
 from vllm_autoprune.errors import ConfigError
@@ -280,9 +279,7 @@ def _warm_start_states(settings: Settings) -> list[PruningState]:
     components = components_json(paper)
     largest_quota = min(settings.source_budget, MAX_QUOTA)
     bases = [
-        assemble_state(
-            {**components, BASE: {"name": name}}, settings
-        ).without_exchange()
+        nearest_state({**components, BASE: {"name": name}}, settings).without_exchange()
         for name in (settings.other_bases if settings.space == "all" else ())
     ]
     cores: list[JsonObject] = [{CORE: {"share": share}} for share in _CORE_SHARES]
@@ -291,7 +288,7 @@ def _warm_start_states(settings: Settings) -> list[PruningState]:
     states = [
         paper,
         *bases,
-        *(assemble_state({**components, **variant}, settings) for variant in variants),
+        *(nearest_state({**components, **variant}, settings) for variant in variants),
         paper_state(settings, largest_quota),
         *(
             minimal_state(settings, name, largest_quota)

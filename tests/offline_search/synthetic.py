@@ -22,10 +22,12 @@ from PIL import Image
 from pydantic import JsonValue
 
 from offline_search.candidates import Expectation, Hypothesis
+from offline_search.choices import RandomSource
 from offline_search.components import JsonObject
 from offline_search.dataset import SPLITS, Dataset, read_dataset, write_split
 from offline_search.evaluator import EvaluationJob
 from offline_search.history import Answers, Trial
+from offline_search.image_facts import ImageFacts
 from offline_search.ledger import (
     Cost,
     Ledger,
@@ -42,7 +44,7 @@ from offline_search.prompt import Messages
 from offline_search.proposer import Reply
 from offline_search.report import ProgressLog
 from offline_search.search import Search
-from offline_search.search_space import RandomSource, sample_proposal
+from offline_search.search_space import sample_proposal
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
 from tests.fake_server import Answer, Body, FakeServer, fake_server
@@ -164,6 +166,8 @@ Change = Callable[[EvaluationJob, Answers], Answers]
 
 class SyntheticEvaluator:
     """Evaluator that keeps its jobs; ``change`` may return other answers, or raise."""
+
+    image_facts: ImageFacts | None = None
 
     def __init__(
         self, data: Dataset, probes: bool = True, change: Change | None = None

@@ -160,9 +160,13 @@ def test_a_replay_of_other_questions_or_of_no_search_is_refused(
 @pytest.mark.parametrize(
     ("more", "length", "ranges"),
     [
-        ([], 5, {"candidates 1 to 5", "candidate 6"}),
+        ([], 5, {"candidates 1.0 to 1.4", "candidate 1.5"}),
         (["--strategy", "evoprompting"], 1, set()),
-        (["--proposals-per-reply", "3"], 3, {"candidates 1 to 3", "candidates 4 to 6"}),
+        (
+            ["--proposals-per-reply", "3"],
+            3,
+            {"candidates 1.0 to 1.2", "candidates 1.3 to 1.5"},
+        ),
     ],
 )
 def test_a_model_behind_an_endpoint_is_asked_for_lists(
@@ -179,7 +183,7 @@ def test_a_model_behind_an_endpoint_is_asked_for_lists(
     texts = {body["messages"][1]["content"].splitlines()[-1] for body in requests}
     if ranges:
         assert {
-            text.partition("Propose ")[2].partition(" of ")[0] for text in texts
+            text.partition("Propose ")[2].partition(",")[0] for text in texts
         } == ranges
     (opened,) = select_records(read_ledger(tmp_path / "l.jsonl"), SettingsRecord)
     assert opened.settings.proposals_per_reply == length
@@ -216,7 +220,7 @@ def test_a_dry_run_estimates_what_a_search_takes_and_asks_no_proposer(
 def test_a_dry_run_prints_the_prompt_of_its_space(dry_run: Callable[..., str]) -> None:
     messages = json.loads(dry_run("--json"))["messages"]
     language, request = (message["content"] for message in messages)
-    assert "Propose candidates 1 to 2 of 2" in request
+    assert "Propose candidates 1.0 to 1.1, each" in request
     assert "quality_topk_selector" in language
     messages = json.loads(dry_run("--space", "numbers", "--json"))["messages"]
     numbers = messages[0]["content"]

@@ -15,6 +15,7 @@ from tests.fake_server import Answer, Body, FakeServer
 from tests.offline_search.synthetic import (
     MODELS,
     PIXEL,
+    answer_search,
     completion,
     endpoint,
     error,
@@ -301,3 +302,36 @@ async def test_all_servers_are_checked_and_serve_one_model(data: Dataset) -> Non
         "answers with status 500: no",
         "status 400: no",
     ]
+
+
+@pytest.mark.parametrize(
+    ("page", "facts"),
+    [
+        (
+            {"unavailable": ["cls_attention", "words"], "sign": -1},
+            "An image has N = 64 tokens. From a pool_ratio of 7.0 on a pool has all tokens that "
+            'are not picked. There is no [CLS] token. The sign "auto" is "-".',
+        ),
+        (
+            {"unavailable": [], "sign": 1},
+            'There is a [CLS] token. The sign "auto" is "+".',
+        ),
+        (
+            None,
+            "From a pool_ratio of 7.0 on a pool has all tokens that are not picked.",
+        ),
+        ({"unavailable": 3}, "From a pool_ratio of 7.0 on a pool has all tokens that"),
+    ],
+)
+async def test_what_a_server_knows_of_its_images_is_told_without_a_checkpoint(
+    page: dict[str, Any] | None, facts: str, data: Dataset
+) -> None:
+    with endpoint(answer_search) as server:
+        if page is not None:
+            server.pages["/v1/autoprune"] = (200, json.dumps(page).encode(), {})
+        evaluator = ServedEvaluator([server.url], data, model="m")
+        await evaluator.read_image_facts()
+        await evaluator.close()
+    assert evaluator.image_facts is not None
+    assert facts in evaluator.image_facts.describe(kept=8)
+    assert evaluator.image_facts.counts == (64,)

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from offline_search.dataset import Dataset
-from offline_search.history import Answers, Difference, History, Trial, compare
+from offline_search.differences import Difference, compare
+from offline_search.history import Answers, History, Trial
 from offline_search.ledger import (
     Clock,
     EvaluationRecord,
@@ -190,9 +191,10 @@ def test_verdicts_of_paired_differences() -> None:
     noise = 0.1 * generator.normal(size=80)
     worse, better = (compare(rows, rival + gap + noise, rival) for gap in (-0.5, 0.5))
     assert (worse.verdict(errors=3), better.verdict()) == ("worse", "better")
-    assert worse.verdict(resolution=0.6) == "undecided" and not worse.is_tie(0.4)
+    assert (worse.verdict(0.4), worse.verdict(0.6)) == ("worse", "same")
     tie = compare(rows, rival + noise, rival)
-    assert tie.verdict() == "undecided" and tie.is_tie(0.1) and not tie.is_tie(0.01)
+    assert tie.verdict() == tie.verdict(0.01) == "undecided"
+    assert tie.verdict(0.1) == "same"
     few = compare(rows[:6], rival[:6] - 0.5, rival[:6])
     assert few.error == float("inf") and few.verdict() == "undecided", (
         "three images tell nothing"

@@ -1,184 +1,113 @@
-"""Prompts: what a language model is told of the task, and of what was measured."""
+"""Prompts: what a language model is told of the task, and what it is asked for."""
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import re
+from random import Random
+from typing import get_args
 
-import numpy as np
 import pytest
+import torch
 
 from offline_search.candidates import (
     PURPOSES,
-    Expectation,
+    Stage,
+    assemble_state,
+    base_in_atoms,
     base_state,
+    list_purposes,
     minimal_state,
     paper_state,
 )
-from offline_search.history import History, Trial
+from offline_search.choices import RandomSource
+from offline_search.history import History
 from offline_search.prompt import (
     crossover_prompt,
     describe_request,
     proposal_prompt,
     repair_prompt,
-    summarize,
 )
-from offline_search.settings import Settings
-from tests.offline_search.synthetic import Searches, list_reply, trial
+from offline_search.search_space import sample_proposal
+from offline_search.settings import Settings, Space
+from offline_search.summary import summarize
+from offline_search.task import describe_task
+from tests.offline_search.synthetic import (
+    BUDGET,
+    Searches,
+    list_reply,
+    settings_of,
+    trial,
+)
 from tests.tables import parametrize_from_file
+from vllm_autoprune.errors import StateError
 from vllm_autoprune.evaluation.questions import Example
+from vllm_autoprune.ops.rowwise import min_max_normalise
+from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.registry import AtomCall, default_call
-from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.refine import refine
+from vllm_autoprune.tpdsl.registry import AtomCall, default_call, run
+from vllm_autoprune.tpdsl.safety import synthetic_probes
 
 SETTINGS = Settings(budgets=(8,), base_policy="visionzip", proposer="scripted")
+LISTS = SETTINGS.model_copy(update={"proposals_per_reply": 5})
+SPACES: tuple[Space, ...] = get_args(Space)
 ADVICE = re.compile(
     r"\b(safe|safer|helps?|should|prefer\w*|avoid|recommend\w*|pays?|usually|try|good|advice|"
     r"instead|better to|don't|not to repeat)\b",
     re.IGNORECASE,
 )
-EXAMPLES = tuple(
-    Example(
-        image=f"{number}.png", question=f"Q{number}?", answer="a", category=category
-    )
-    for number, category in enumerate(["text"] * 4 + ["relation"] * 12)
-)
-BASE = np.full(16, -3.0)
-NOISE = np.tile([-0.2, 0.2], 8)
-
-
-def history_of(*trials: Trial) -> History:
-    return History(trial("0.0", BASE), list(trials), EXAMPLES)
+EXAMPLES = [
+    Example(image=f"{n}.png", question="Q?", answer="a", category="text")
+    for n in range(4)
+]
 
 
 @pytest.fixture
 def history() -> History:
     paper = paper_state(SETTINGS)
-    changed = paper_state(SETTINGS, quota=4)
-    merge = paper.reassembly.model_copy(update={"strength": 1.0})
-    other = paper.model_copy(update={"reassembly": merge})
-    return history_of(
-        trial("1.0", [-1.0] * 4 + [-2.0] * 12, paper),
-        trial("2.0", [-1.1] * 4 + [-1.9] * 12, changed, parent="1.0"),
+    other = paper_state(SETTINGS, quota=4)
+    trials = [
+        trial("1.0", [-1.0] * 4, paper),
+        trial("2.0", [-1.1] * 4, other, parent="1.0", expect="higher"),
         trial("2.1", [-2.5] * 2, minimal_state(SETTINGS), "dropped"),
-        trial("2.2", None, other, "same", reason="1.0"),
-        trial("2.3", [0.0] * 4 + [-1.0] * 12, other, parent="1.0"),
-        *(
-            trial(f"2.{n}", None, None, "invalid", reason="no such atom")
-            for n in (4, 5, 6)
-        ),
-    )
+        trial("2.2", status="invalid", reason="no such atom"),
+    ]
+    return History(trial("0.0", [-3.0] * 4), trials, EXAMPLES)
 
 
 def test_prompts_give_no_advice(history: History) -> None:
     """A proposer is told what it may write and what was measured, not what to conclude."""
-    lists = SETTINGS.model_copy(update={"proposals_per_reply": 5})
+    summary = summarize(history)
+    example = minimal_state(SETTINGS)
+    requests = [describe_request(1, 0, stage) for stage in get_args(Stage)]
+    requests.append(describe_request(1, 0, "open", list(PURPOSES)))
     prompts = [
-        proposal_prompt(
-            SETTINGS,
-            summarize(history),
-            minimal_state(SETTINGS),
-            describe_request(0, 5),
-        ),
-        crossover_prompt(SETTINGS, history.ranked()[:2]),
-        proposal_prompt(
-            lists,
-            summarize(history),
-            minimal_state(lists),
-            describe_request(0, 5, list(PURPOSES)),
-        ),
+        proposal_prompt(settings, summary, example, request)
+        for settings in (SETTINGS, LISTS)
+        for request in requests
     ]
+    for space in SPACES[1:]:
+        small = LISTS.model_copy(update={"space": space})
+        prompts.append(proposal_prompt(small, summary, example, requests[-1]))
+    prompts.append(crossover_prompt(SETTINGS, history.ranked()[:2], history))
     prompts.append(repair_prompt(prompts[-1], "reply", {2: ["is invalid"]}, 5))
     for messages in prompts:
         text = "\n".join(message["content"] for message in messages)
         assert not ADVICE.findall(text)
 
 
-def test_a_summary_has_categories_with_the_questions_that_lose_most(
-    history: History,
-) -> None:
-    lines = summarize(history).splitlines()
-    assert lines[0] == "Base policy alone: -3000 on 16 questions."
-    assert "- relation: 12, -3000, -1000, 100%" in lines
-    assert "- text: 4, -3000, +0, 0%" in lines
-    assert "Questions of relation that lose most: Q4?; Q5?" in lines
-    # A category that gains has a negative share of the loss.
-    history.trials.append(trial("3.0", [1.0] * 4 + [-1.0] * 12, paper_state(SETTINGS)))
-    text = summarize(history)
-    assert "- relation: 12, -3000, -1000, 150%" in text
-    assert "- text: 4, -3000, +1000, -50%" in text
-
-
-def test_a_summary_has_the_best_of_each_structure_as_changes_of_its_parent(
-    history: History,
-) -> None:
-    text = summarize(history)
-    lines = text.splitlines()
-    (line,) = (line for line in lines if line.startswith("- 2.3: -750 on 16 ("))
-    assert line.endswith("; 1.0 with reassembly strength 0.0005 -> 1")
-    assert "text +0 ± 0; relation -1000 ± 0; better 16, worse 0 than its parent" in line
-    assert re.search(r"- 2\.0: -1700 on 16 \(-950 ± \d+, worse; text -1100 ± ", text)
-    assert "1.0 with selector q_e 2 -> 4" in text
-    assert not any(line.startswith("- 1.0") for line in lines), (
-        "2.3 is the best of its structure"
-    )
-
-
-def test_a_summary_has_trends_duplicates_and_failures(history: History) -> None:
-    lines = summarize(history).splitlines()
-    assert "Scores by round, best and median: 1: -1750, -1750; 2: -750, -1700." in lines
-    assert "2.2 kept the same tokens as 1.0." in lines
-    assert "- no such atom (3 times)" in lines
-    assert not any(line.startswith("Dropped in earlier rounds") for line in lines)
-    history.trials.append(trial("3.0", BASE))
-    lines = summarize(history).splitlines()
-    listed = lines.index("Dropped in earlier rounds, and never measured again:")
-    assert lines[listed + 1].startswith(
-        "- visual_token_norm_saliency; pairwise_cosine_kernel;"
-    )
-    assert not any("was dropped after" in line for line in lines)
-
-
-def test_a_dropped_candidate_names_questions_not_answers_at_several_budgets(
-    history: History,
-) -> None:
-    dropped = history.trials[2]
-    twice = dropped.result.model_copy(update={"examples": 4})
-    history.trials[2] = dataclasses.replace(dropped, result=twice)
-    line = "2.1 was dropped after 2 questions, from which its score is estimated as "
-    assert line in summarize(history)
-
-
-def test_a_change_names_its_atom_wherever_the_parent_has_it() -> None:
-    """A number that the parent leaves open, of a signal that the child has at another place."""
-    paper = paper_state(SETTINGS)
-    call = default_call(AtomCall, "redundancy_density_penalty")
-    dense = call.model_copy(update={"m": None})
-
-    def with_signals(*signals: AtomCall) -> PruningState:
-        scoring = paper.scoring.model_copy(update={"signals": signals})
-        return paper.model_copy(update={"scoring": scoring})
-
-    parent = with_signals(paper.scoring.signals[0], dense)
-    child = with_signals(dense.model_copy(update={"m": 4}))
-    text = summarize(
-        history_of(
-            trial("1.0", BASE + 1, parent), trial("2.0", BASE + 2, child, parent="1.0")
-        )
-    )
-    assert "removed, signals redundancy_density_penalty m None -> 4\n" in text
-
-
 def test_base_policies_are_named_where_a_model_chooses_them(history: History) -> None:
     settings = SETTINGS.model_copy(update={"other_bases": ("dart", "trim")})
     dart = base_state(Settings(budgets=(8,), base_policy="dart")).base_policy
     other = history.trials[0].require_state().model_copy(update={"base_policy": dart})
-    history.trials.append(trial("3.0", [0.0] * 16, other, parent="1.0"))
+    history.trials.append(trial("3.0", [0.0] * 4, other, parent="1.0"))
     history.names_bases = True
     messages = proposal_prompt(settings, summarize(history), other, "")
     for name in settings.bases:
         assert f"- {name}: {BASE_POLICIES[name].doc}" in messages[0]["content"]
-    assert "1.0 with base_policy name visionzip -> dart\n" in messages[1]["content"]
+    assert '1.0 with base_policy name "visionzip" -> "dart"\n' in messages[1]["content"]
     assert '"base_policy":{"name":"dart"}' in messages[1]["content"]
     plain = proposal_prompt(SETTINGS, "", other, "")[0]["content"]
     assert "base_policy" not in plain
@@ -189,94 +118,73 @@ def test_base_policies_are_named_where_a_model_chooses_them(history: History) ->
     assert "signals act by the pool, the kernel not" in line
 
 
-def outcomes(*trials: Trial) -> dict[str, str]:
-    """What the summary says of each hypothesis of the last round."""
-    lines = summarize(history_of(*trials)).splitlines()
-    return dict(line[2:].split(" => ", 1) for line in lines if " => " in line)
-
-
-@parametrize_from_file("change", "expect", "outcome")
-def test_a_hypothesis_is_confirmed_by_two_standard_errors(
-    change: float, expect: Expectation, outcome: str
-) -> None:
-    trials = [
-        trial("1.0", BASE + 9.0),
-        trial("2.0", BASE + change + NOISE, expect=expect),
-    ]
-    line = f"2.0 (ablate of base, expected {expect}): Why 2.0."
-    assert outcomes(*trials) == {line: outcome}
-    trials = [
-        trial("1.0", BASE),
-        trial("2.0", BASE + change + NOISE, None, "evaluated", "1.0", expect=expect),
-    ]
-    assert [*outcomes(*trials).values()] == [outcome], (
-        "its parent's values are the base policy's"
-    )
-
-
-def test_what_hypotheses_are_compared_on() -> None:
-    lines = outcomes(
-        trial("1.0", [-1.0] * 4 + [-9.0] * 12, expect="higher"),
-        trial("2.0", -2.0 + NOISE[:4], None, "dropped", "1.0", expect="lower"),
-        trial("2.1", None, None, "same", "1.0", reason="1.0", expect="same"),
-        trial("2.2", None, None, "same", reason="base", expect="higher"),
-        trial(
-            "2.3",
-            None,
-            None,
-            "unsafe",
-            reason="preserve_budget failed",
-            expect="higher",
-        ),
-        trial("2.4", None, None, "invalid", reason="x" * 500, expect="higher"),
-        trial("2.5", [-2.0], None, "dropped", expect="same"),
-        trial("2.6", BASE),
-    )
-    assert [line[:3] for line in lines] == [f"2.{n}" for n in range(6)], (
-        "last round only"
-    )
-    assert list(lines.values()) == [
-        "-4000, -1000 ± 115, worse on 4 questions: confirmed",
-        "-7000, +0 ± 0, undecided: confirmed",
-        "-3000, +0 ± 0, undecided: refuted",
-        "not measured, unsafe: preserve_budget failed",
-        f"not measured, invalid: {'x' * 100}",
-        "-4000, +1000 ± inf, undecided on 1 questions: undecided",
-    ]
-
-
 SAID: dict[str, tuple[int, str]] = {
-    "unit": (1, "in thousandths of nats; higher is better"),
+    "unit": (1, "in thousandths of nats: 0 is as with all tokens, higher is better"),
+    "scale": (
+        1,
+        "an estimate for all questions that were asked so far, whichever of them",
+    ),
     "tokens and grid": (
         1,
-        r"Images have 16 to 16 tokens; tiles x rows x columns are 1 x 4 x 4",
+        r"An image has N = 16 tokens\. Tiles x rows x columns are 1 x 4",
     ),
-    "whole pool": (1, r"from a pool_ratio of 1\.0 on the pool is all other tokens"),
-    "[CLS]": (1, r"There is a \[CLS\] token"),
-    "sign and cosines": (
+    "whole pool": (
         1,
-        r'The sign "auto" is "\+", with cosines of -0\.\d+ to 0\.\d+',
+        r"From a pool_ratio of 1\.0 on a pool has all tokens that are not",
     ),
-    "normalised signals": (1, "signals are min-max normalised in each image before"),
+    "[CLS]": (1, r"There is a \[CLS\] token"),
+    "sign": (1, r'The sign "auto" is "\+"\.'),
+    "cosines": (1, r"Cosines between tokens and question are -0\.\d+ to 0\.\d+ \("),
+    "segments": (1, "Text segments of a question: 1 at most"),
+    "positions": (1, "Kept tokens stand one after the other, in the order of rows"),
+    "normalised signals": (
+        1,
+        "signals are min-max normalised in each image, to 0 to 1",
+    ),
+    "a selector without q_e": (1, "up to K in quality_topk_selector, which has no q_e"),
     "what reads the kernel": (
         1,
         "The kernel acts in reference_residual_exchange_selector where",
     ),
     "default partition": (1, "spatial_grid_partition unless another is written"),
-    "group": (1, "The group of a kept token are the discarded tokens"),
+    "group": (1, "discarded tokens that are assigned to each, its group"),
     "orders": (1, "The orders score and pick act at strength 0 too"),
-    "text and schema": (1, "q_e is 0 to 8, and r_min is K - q_e: leave it out"),
-    "round": (1, r"Round 1 of 6\. "),
-    "last round": (6, r"Round 6 of 6\. It is the last one: only refinements"),
-    "purposes": (6, "Purposes that are proposed for them, in order: exploit"),
-    "questions": (6, r"- \d\.\d: -\d+ on \d+ \("),
-    "categories": (
-        6,
-        r"colour -\d+( ± \d+)?; digit -\d+|digit -\d+( ± \d+)?; colour -\d+",
+    "residual and average": (
+        1,
+        "towards the mean of them and itself, which is less far",
     ),
-    "exchanges": (6, r"\d\.\d tokens exchanged an image"),
+    "rows of pick": (1, "pick order, exchanged tokens behind in raster order"),
+    "two equal signals": (
+        1,
+        "In an image of one tile redundancy_density_penalty with m null is mean_dis",
+    ),
+    "nearest": (
+        1,
+        "in place of soft, the group of a kept token is itself and the tokens",
+    ),
+    "text and schema": (1, "q_e is 0 to 8, and r_min is K - q_e: leave it out"),
+    "base policy in atoms": (
+        1,
+        "Written in the atoms below, with the same picks in an image",
+    ),
+    "round": (
+        1,
+        r"Round 1 of 6\. Another follows\. A candidate is asked 24 questions\.",
+    ),
+    "a question of each category": (
+        1,
+        r'- \w+: 12, -\d+, \d+%; "Is it \d\?"\n- \w+: 12, -',
+    ),
+    "last round": (6, r"Round 6 of 6\. It is the last one\. A candidate"),
+    "purposes": (
+        6,
+        "Propose candidates 6.0 to 6.2, each .* in order: exploit, ablate, combine",
+    ),
+    "questions": (6, r"- \d\.\d: -\d+ on \d+ questions \("),
+    "categories": (6, r"colour -\d+( ± \d+)?; digit -\d+|digit -\d+( ± \d+)?; colour"),
+    "exchanges": (6, r"exchanges \d\.\d tokens; quality \d+\.\d+ and \d+\.\d+"),
     "no-op": (6, "reassembly changes no row"),
-    "verdict": (6, r"± \d+, (better|worse|undecided)"),
+    "verdict": (6, r"± \d+, (better|worse|undecided|same)"),
 }
 """What prompts of a round say, by what a proposer asked for."""
 
@@ -298,3 +206,149 @@ async def test_prompts_say_what_proposers_asked_for(search: Searches) -> None:
     ]
     assert silent == []
     assert not any(ADVICE.findall(prompt) for prompt in prompts.values())
+
+
+# ---- no contradiction ----
+
+
+def read_problems(prompt: str) -> list[str]:
+    """What a reader of a prompt would ask about."""
+    problems: list[str] = []
+    printed = re.findall(r"^- (\d+\.\d+): ", prompt, re.MULTILINE)
+    named = re.findall(
+        r"(?: of| than| as|;|to|from) (\d+\.\d+)(?: with|,|;|\)|$)", prompt
+    )
+    problems += [f"{name} is named only" for name in {*named} - {*printed}]
+    problems += [
+        f"{name} is printed twice" for name in {*printed} if printed.count(name) > 1
+    ]
+    scores = dict(re.findall(r"^- (\d+\.\d+): ([+-]\d+) o[nf]", prompt, re.MULTILINE))
+    scores |= {"base": re.findall(r"\(base\): ([+-]\d+)\.", prompt)[0]}
+    leader = (re.findall(r"\(difference to (\S+), which leads", prompt) or [""])[0]
+    differences = [
+        (name, leader, gap)
+        for name, gap in re.findall(
+            r"^- (\d+\.\d+): [+-]\d+ on [^(]*\(([+-]\d+) ± ", prompt, re.MULTILINE
+        )
+    ]
+    differences += re.findall(
+        r"^- (\d+\.\d+) \(.* of (\S+), expected .* => ([+-]\d+) ± ",
+        prompt,
+        re.MULTILINE,
+    )
+    for name, reference, gap in differences:
+        gap_of_scores = int(scores[name]) - int(scores[reference])
+        if abs(gap_of_scores - int(gap)) > 2:
+            problems.append(f"{name} differs from {reference} by {gap}")
+    shares = dict(re.findall(r"^- ([a-z]+): (\d+), ", prompt, re.MULTILINE))
+    (total,) = re.findall(r"Questions asked so far: (\d+)\.", prompt)
+    if sum(map(int, shares.values())) != int(total):
+        problems.append(f"categories have not {total} questions")
+    for line in prompt.splitlines():
+        parts = re.findall(r"(colour|digit) ([+-]\d+)", line)
+        if len(parts) == len(shares):
+            mean = sum(int(shares[part]) * int(score) for part, score in parts)
+            if abs(mean / int(total) - int(line.split(": ")[1].split()[0])) > 2:
+                problems.append(f"categories contradict the score: {line[:80]}")
+        if "+0 ± 0" in line and "refuted" in line:
+            problems.append("an effect of nothing refutes")
+    return problems
+
+
+@pytest.mark.parametrize("space", SPACES)
+async def test_no_prompt_contradicts_itself(space: Space, search: Searches) -> None:
+    """Rounds of fresh questions, in every space, with candidates of earlier parents."""
+    settings = settings_of(space=space)
+    replies = []
+    for number in range(12):
+        fields = {"purpose": "explore", "expect": "higher", "hypothesis": "Why."}
+        fields["parent"] = f"{number // 3}.{number % 3}"
+        drawn = [
+            sample_proposal(RandomSource(Random(10 * number + index)), settings)
+            for index in range(3)
+        ]
+        replies.append(json.dumps({"proposals": [fields | state for state in drawn]}))
+    await search(replies, space=space, rounds=6, proposals_per_reply=3, block=8)
+    prompts = [messages for messages in search.proposer.requests if len(messages) == 2]
+    assert len(prompts) >= 4
+    for messages in prompts:
+        text, request = messages[1]["content"].split("Propose ")
+        assert read_problems(text) == []
+        assert "explore" not in request or "the last one" not in text
+    task = prompts[0][0]["content"]
+    assert space == "all" or "0 to 640" not in task
+    assert len(re.findall(r"q_e (?:is )?(?:integer )?0 to \d+", task)) <= 1
+
+
+def test_each_stage_asks_for_what_it_can_use() -> None:
+    assert set(list_purposes(0, 9, "open")) == set(PURPOSES)
+    assert {*list_purposes(0, 5, "first"), *list_purposes(0, 5, "tied")} == {"explore"}
+    assert "explore" not in list_purposes(2, 9, "last")
+    assert describe_request(3, 5, "open", ["exploit"]) == (
+        "Propose candidate 3.5, in search of a higher score. Their purposes, in order: exploit."
+    )
+    assert "unlike those that are listed" in describe_request(3, 0, "tied")
+    assert "of one that is listed" in describe_request(3, 0, "last")
+
+
+@pytest.mark.parametrize("name", ["cdpruner", "cen_cdpruner", "norm"])
+def test_a_base_policy_written_in_atoms_makes_its_picks(name: str) -> None:
+    settings = Settings(budgets=(BUDGET,), base_policy=name)
+    written = base_in_atoms(settings)
+    assert written is not None
+    budget = BudgetCall.parse(BUDGET)
+    others = minimal_state(settings, quota=BUDGET)
+    for tokens in synthetic_probes(BUDGET)[:2]:
+        picks = [
+            set(refine(materialize(state, budget), tokens).indices[0].tolist())
+            for state in (base_state(settings), written, others)
+        ]
+        assert picks[0] == picks[1]
+    assert materialize(written, budget).refines, "it is an exchange, whatever is picked"
+    assert base_in_atoms(Settings(base_policy="visionzip")) is None
+    papers = Settings(base_policy="cen_cdpruner", library="paper")
+    assert base_in_atoms(papers) is None, "the paper has no centred kernel"
+
+
+@parametrize_from_file("space", "field", "value", "message")
+def test_a_proposal_outside_its_space_is_refused_with_what_is_inside(
+    space: Space, field: str, value: object, message: str
+) -> None:
+    """It is never made into another one in silence, on which its hypothesis would be judged."""
+    settings = settings_of(space=space)
+    proposal = sample_proposal(RandomSource(Random(3)), settings)
+    assert assemble_state(proposal, settings).digest
+    scoring, constraints = proposal["scoring"], proposal["constraints"]
+    assert isinstance(scoring, dict) and isinstance(constraints, dict)
+    if field == "signal":
+        scoring["signals"] = [{"atom": str(value), "weight": 1.0}]
+    else:
+        selector = constraints["selector"]
+        assert isinstance(selector, dict)
+        constraints["selector"] = {**selector, field: value}  # type: ignore[dict-item]
+    with pytest.raises(StateError, match=re.escape(message)):
+        assemble_state(proposal, settings)
+
+
+@pytest.mark.parametrize("space", SPACES[1:])
+def test_a_smaller_space_names_its_atoms_and_ranges_alone(space: Space) -> None:
+    task = describe_task(settings_of(space=space))
+    offered = "redundancy_density_penalty" in task
+    assert offered == (space != "without-fusion")
+    assert "local_detail_energy" not in task and "overwritten" not in task
+    assert 'measure is fixed at "negative_mean"' in task, "not by relevance"
+    assert "is refused" in task and "as in the example of each prompt" in task
+
+
+def test_signals_that_are_said_to_be_equal_are() -> None:
+    tokens = synthetic_probes(BUDGET)[0]
+    picks = torch.zeros(1, 1, dtype=torch.long)
+    density = default_call(AtomCall, "redundancy_density_penalty")
+    calls = (
+        density.model_copy(update={"m": None}),
+        default_call(AtomCall, "mean_dissimilarity_saliency"),
+    )
+    signals = [
+        min_max_normalise(run(torch.Tensor, call, tokens, picks)) for call in calls
+    ]
+    torch.testing.assert_close(*signals)

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from pydantic import JsonValue
 
 from offline_search.candidates import MAX_HYPOTHESIS, Draft, assemble_state, paper_state
+from offline_search.choices import RandomSource
 from offline_search.components import JsonObject, compact_json
-from offline_search.prompt import describe_task
 from offline_search.replies import parse_reply, reply_schema
-from offline_search.search_space import RandomSource, sample_proposal
+from offline_search.search_space import sample_proposal
 from offline_search.settings import Settings
+from offline_search.task import describe_task
 from tests.offline_search.synthetic import BUDGET, HOSTILE, VALID_REPLIES
 from vllm_autoprune import load_state
 from vllm_autoprune.errors import StateError

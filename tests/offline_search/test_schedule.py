@@ -45,14 +45,24 @@ def test_the_last_round_of_a_race_is_smaller() -> None:
 
 
 @parametrize_from_file("raced", "number", "spent", "text")
-def test_prompts_say_which_round_it_is(
+def test_prompts_say_which_round_it_is_and_whether_another_follows(
     raced: bool, number: int, spent: int, text: str
 ) -> None:
     budget = EvaluationBudget(RACED if raced else ROUNDS, questions=10)
-    said = budget.describe_round(number, spent, history_of(1.0))
-    assert said.startswith(text) and ("last" in said) == ("last" in text)
-    # Nothing can be refined before anything is measured.
-    assert "last" not in budget.describe_round(number, spent, history_of())
+    sentences = budget.describe_round(number, spent, resolution=0.1)
+    assert sentences.startswith(text) and ("last" in sentences) == ("last" in text)
+
+
+def test_prompts_say_what_a_candidate_costs_and_when_it_is_dropped() -> None:
+    raced = EvaluationBudget(RACED, questions=128).describe_round(1, 0, 0.0)
+    assert raced.endswith(
+        "Another follows. A candidate is asked 128 questions at most: dropped are those clearly "
+        "worse than the leader, and of the others all but one in 3 after 16, all but one in 2 "
+        "after 64 questions, each at 2 budgets."
+    )
+    several = ROUNDS.model_copy(update={"budgets": (8, "1/4")})
+    text = EvaluationBudget(several, questions=10).describe_round(1, 0, 0.0)
+    assert text.endswith("A candidate is asked 10 questions, each at 2 budgets.")
 
 
 def levels(gains: Sequence[float], share: float = 0.4) -> list[int]:

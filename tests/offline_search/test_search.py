@@ -364,7 +364,7 @@ async def test_a_search_resumes_from_any_prefix_repeats_no_step_and_replays(
 
 
 @pytest.mark.parametrize(
-    ("name", "digest"), [("lists", "3e66d6532789"), ("crossovers", "00c9cd41ba47")]
+    ("name", "digest"), [("lists", "70d1ca65dc12"), ("crossovers", "aea055d01d23")]
 )
 async def test_a_recorded_search_replays_and_would_send_the_same_prompts_today(
     name: str, digest: str, search: Searches, tmp_path: Path

@@ -55,6 +55,8 @@ def describe(served: ServedState) -> dict[str, JsonValue]:
         "core": core,
         "cells": None if served.cells is None else str(served.cells),
         "reads": [*sorted(policy.needs)],
+        "unavailable": [*sorted(need for need, _ in served.capabilities.unavailable)],
+        "sign": 1 if served.text_tower is None else served.text_tower.sign,
         "relevance": _describe_relevance(served.text_tower)
         if policy.reads_instruction
         else None,

@@ -391,6 +391,8 @@ async def _search(
         changes: dict[str, object] = {"evaluator": evaluator.name}
         proposer: EndpointProposer | None = None
         if settings.proposer and flags.proposer_url is not None:
+            if not probes:
+                await evaluator.read_image_facts()
             endpoint = EndpointSettings(
                 flags.proposer_url,
                 settings.proposer,

@@ -74,7 +74,7 @@ class _BlendCall(AtomCall):
         0.0,
         ge=0.0,
         le=1.0,
-        description="weight of the mean of the group in the row; 0: rows do not change",
+        description="how far rows move: share of the mean in the row; 0: rows do not change",
     )
 
     @property
@@ -88,8 +88,9 @@ class _NearestCall(_BlendCall):
 
     nearest: bool = added(
         False,
-        description="each token is merged into its most similar kept one alone, kept ones into "
-        "themselves, with softmax weights that favour the centre and what resembles no other token",
+        description="true: in place of soft, the group of a kept token is itself and the tokens of "
+        "its tile that are most similar to it; their weights in the mean fall by 5 % from the "
+        "centre to the farthest token and by 3 % with likeness to another, and tau does nothing",
     )
 
 
@@ -136,7 +137,11 @@ AGGREGATIONS = (
 )
 OUTPUTS = (
     _Level("residual", "move the kept row towards their mean", _BlendCall),
-    _Level("average", "blend the kept row with the mean of its group", _BlendCall),
+    _Level(
+        "average",
+        "move the kept row towards the mean of them and itself, which is less far",
+        _BlendCall,
+    ),
     _Level(
         "exchange",
         "replace the kept row by the most central one of its group",
@@ -146,7 +151,10 @@ OUTPUTS = (
 ORDERINGS = (
     _Level("raster", "rows in raster order"),
     _Level("score", "rows by descending quality"),
-    _Level("pick", "rows in the base policy's pick order"),
+    _Level(
+        "pick",
+        "rows in the base policy's pick order, exchanged tokens behind in raster order",
+    ),
 )
 
 PRINTED = {

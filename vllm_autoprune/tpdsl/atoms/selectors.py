@@ -244,7 +244,7 @@ def _exchange_pairs(
 def _reference_residual_exchange_selector(
     call: _ResidualSelector, revision: SelectorInputs
 ) -> Tensor:
-    """Exchange the lowest-quality reference tokens for better candidates, best pair first."""
+    """Exchange the lowest-quality reference tokens for better ones of the pool, best pair first."""
     if call.lam is not None:
         return _fill_quota(call.lam, call.power, revision)
     return _exchange_pairs(revision, lambda gain, loss: gain > loss)

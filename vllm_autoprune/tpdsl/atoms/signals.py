@@ -57,7 +57,9 @@ class Relevance(_SignalCall):
         description="sign of the cosine that means relevance; auto: as the backbone defines it",
     )
     reduce: Literal["mean", "max"] = Field(
-        "mean", description="how text segments are combined"
+        "mean",
+        description="how text segments are combined; a question that fits the text tower is one "
+        "segment, for which both are the same",
     )
     measure: Literal["instruction", "words", "negative_mean"] = added(
         "instruction",

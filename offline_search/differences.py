@@ -1,0 +1,138 @@
+"""Differences of policies on the questions that each was asked, with their standard errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_autoprune.evaluation.questions import Example
+from vllm_autoprune.statistics import Estimate, Floats
+
+Verdict = Literal["better", "worse", "same", "undecided"]
+"""What a difference says of the first of two policies."""
+
+_MINIMUM_IMAGES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Mean difference of the values of two policies, and its standard error."""
+
+    value: float
+    error: float
+
+    def verdict(self, resolution: float = 0.0, errors: float = 2.0) -> Verdict:
+        """Better or worse by more than the resolution and so many standard errors.
+
+        The same, where more answers would hardly show more than the resolution.
+        """
+        if max(abs(self.value), errors * self.error) <= resolution:
+            return "same"
+        if abs(self.value) <= max(resolution, errors * self.error):
+            return "undecided"
+        return "better" if self.value > 0 else "worse"
+
+    @property
+    def low(self) -> float:
+        """The difference less two standard errors."""
+        return self.value - 2 * self.error
+
+    def estimate(self) -> Estimate:
+        """The difference, with two standard errors either way."""
+        return Estimate(self.value, self.low, self.value + 2 * self.error).rounded(6)
+
+
+@dataclass(frozen=True, slots=True)
+class Strata:
+    """Categories of questions, whose shares weigh the mean of a part of them (post-stratification).
+
+    ``codes`` ``(M,)`` is the category of each question, ``shares`` ``(C,)`` are the categories'
+    shares of all questions that a mean stands for.
+    """
+
+    codes: NDArray[np.int64]
+    shares: Floats
+
+    @classmethod
+    def of(cls, examples: Sequence[Example], population: NDArray[np.bool_]) -> Strata:
+        """The categories of all examples, with their shares of a ``population`` ``(M,)``."""
+        names = [example.category for example in examples]
+        codes = np.unique(names, return_inverse=True)[1]
+        counts = np.bincount(codes[population], minlength=codes.max(initial=0) + 1)
+        return cls(codes, counts / max(counts.sum(), 1))
+
+    def weights(self, answered: NDArray[np.bool_]) -> Floats:
+        """Weights ``(M,)`` with the sum 1 of the answered questions ``(M,)``.
+
+        The share of a category without any is spread over all of them.
+        """
+        counts = np.bincount(self.codes[answered], minlength=len(self.shares))
+        of_category = np.where(counts > 0, self.shares / np.maximum(counts, 1), 0.0)
+        missing = float(self.shares[counts == 0].sum())
+        spread = missing / max(int(answered.sum()), 1)
+        weights: Floats = np.where(answered, of_category[self.codes] + spread, 0.0)
+        return weights
+
+
+def compare(
+    examples: Sequence[Example],
+    values: Floats,
+    reference: Floats,
+    difficulty: Floats | None = None,
+    strata: Strata | None = None,
+) -> Difference:
+    """Difference of the means of two policies, clustered by image.
+
+    values, reference: ``(M,)``, not a number where a question was not asked. Where both answered
+    the same questions it is the ordinary paired difference; otherwise each mean is corrected for
+    the ``difficulty`` ``(M,)`` of its questions, whose own error is neglected, and weighted by
+    ``strata``. The error is infinite on fewer than four images.
+    """
+    _, images = np.unique([example.image for example in examples], return_inverse=True)
+    mean = 0.0
+    fewest = len(images)
+    terms = np.zeros(len(values))
+    for sign, scores in ((1.0, values), (-1.0, reference)):
+        rows = np.isfinite(scores)
+        if not rows.any():
+            return Difference(0.0, math.inf)
+        corrected = scores[rows]
+        if difficulty is not None:
+            corrected = corrected - difficulty[rows]
+        weights = np.full(len(corrected), 1 / len(corrected))
+        if strata is not None:
+            weights = strata.weights(rows)[rows]
+        level = float(weights @ corrected)
+        mean += sign * level
+        terms[rows] += sign * weights * (corrected - level)
+        fewest = min(fewest, len(np.unique(images[rows])))
+    if fewest < _MINIMUM_IMAGES:
+        return Difference(mean, math.inf)
+    sums = np.bincount(images, terms)
+    count = len(np.unique(images[np.isfinite(values) | np.isfinite(reference)]))
+    return Difference(mean, math.sqrt(count / (count - 1) * float(sums @ sums)))
+
+
+def fit_difficulty(values: Floats) -> Floats:
+    """Effect of each question ``(M,)`` in values ``(C, M)`` = candidate + question + noise.
+
+    Least squares; values are not a number where a question was not asked, and so are effects of
+    questions that nobody was asked. The normal equations are those of the candidates' effects once
+    the questions' are eliminated.
+    """
+    mask = np.isfinite(values).astype(float)
+    filled = np.where(mask > 0, values, 0.0)
+    counts = mask.sum(axis=0)
+    shares = mask / np.maximum(counts, 1)
+    system = np.diag(mask.sum(axis=1)) - shares @ mask.T
+    sums = filled.sum(axis=1) - shares @ filled.sum(axis=0)
+    # Their mean is free, so that the least norm is taken.
+    effects = np.linalg.lstsq(system, sums, rcond=1e-9)[0]
+    with np.errstate(invalid="ignore"):
+        difficulty: Floats = (filled - mask * effects[:, None]).sum(axis=0) / counts
+    return difficulty

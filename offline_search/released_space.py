@@ -1,0 +1,274 @@
+"""Smaller spaces, which search some parts of the released policy (`autoprune`).
+
+``numbers`` is the space that AutoPrune's authors searched, ``released`` the same with signals and
+weights free, and each ablation of theirs is a search in a space of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Literal
+
+from offline_search.choices import NO_YES, Choice, ChoiceSource, ClippedChoices
+from offline_search.components import (
+    COMPONENTS,
+    JsonObject,
+    components_json,
+    structure,
+)
+from offline_search.settings import MAX_QUOTA, Settings, Space
+from vllm_autoprune.errors import Problem
+from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall
+from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.transfer import list_changes
+
+_CENTRALITY = "spatial_centrality_prior"
+_REDUNDANCY = "redundancy_density_penalty"
+
+_WEIGHTS = (0.05, 1.0)
+"""Range of a signal's weight; the fusion divides weights by their sum."""
+
+_STRENGTH_OF_SEVERAL = 0.003
+"""Largest residual strength where q_e is 2 or more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ReleasedSpace:
+    """What is searched of the released policy; its other parts stay as they are.
+
+    ``ranges`` hold inclusive bounds of numbers, ``fixed`` numbers that differ from the released
+    ones. ``signals`` are those of the policy, any of them with any weights, or a single one. r_min
+    is K - q_e throughout, because a larger one is the same policy as a smaller q_e.
+    """
+
+    ranges: Mapping[str, tuple[float, float]]
+    signals: Literal["fixed", "any", "single"]
+    fixed: dict[str, float] = field(default_factory=dict)
+
+
+_NUMBERS = {
+    "q_e": (0, 3),
+    "lam": (0.04, 0.22),
+    "keep_weight": (0.1, 0.8),
+    "power": (0.7, 1.5),
+    "strength": (0.0, 0.006),
+}
+_BIAS = {"bias": (0.35, 0.95)}
+_LAM = {"lam": (0.05, 0.5)}
+_POWER = {"power": (0.5, 1.8)}
+_KEEP_WEIGHT = {"keep_weight": (0.0, 0.6)}
+
+_SPACES: Mapping[Space, _ReleasedSpace] = {
+    "numbers": _ReleasedSpace(_NUMBERS, "fixed"),
+    "released": _ReleasedSpace(_NUMBERS | _BIAS, "any"),
+    "without-diversity": _ReleasedSpace(
+        _BIAS | _KEEP_WEIGHT | _POWER, "any", {"lam": 0.0}
+    ),
+    "without-fusion": _ReleasedSpace(_BIAS | _LAM | _KEEP_WEIGHT | _POWER, "single"),
+    "without-anchoring": _ReleasedSpace(
+        _BIAS | _LAM | _POWER, "any", {"q_e": MAX_QUOTA, "keep_weight": 0.0}
+    ),
+}
+
+
+@cache
+def _released_policy() -> PruningState:
+    return load_state("autoprune")
+
+
+def draw_released(source: ChoiceSource, space: Space) -> JsonObject:
+    """The components of a state of a smaller space."""
+    searched = _SPACES[space]
+    released = _released_policy()
+    calls = released.constraints.selector, released.reassembly
+    numbers = dict(calls[0]) | dict(calls[1]) | searched.fixed
+    for name, (low, high) in searched.ranges.items():
+        if name != "bias":
+            number = source.number(name, low, high, name == "q_e")
+            numbers[name] = int(number) if name == "q_e" else number
+    if numbers["q_e"] >= 2:
+        numbers["strength"] = min(numbers["strength"], _STRENGTH_OF_SEVERAL)
+    selector, reassembly = (
+        call.model_copy(
+            update={n: v for n, v in numbers.items() if n in call.parameters()}
+        )
+        for call in calls
+    )
+    signals: Sequence[AtomCall] = released.scoring.signals
+    if searched.signals != "fixed":
+        single = searched.signals == "single"
+        if single:
+            names = [signal.atom for signal in signals if signal.atom != _REDUNDANCY]
+            used = [source.option("signal", names)]
+        else:
+            names = [signal.atom for signal in signals]
+            used = [
+                n for n in names if source.option(f"with {n}", NO_YES) == "yes"
+            ] or names[:1]
+        drawn: list[AtomCall] = []
+        for signal in signals:
+            if signal.atom not in used:
+                continue
+            weight = (
+                1.0
+                if single
+                else source.number(f"{signal.atom}.weight", *_WEIGHTS, False)
+            )
+            update = {"weight": weight}
+            if signal.atom == _CENTRALITY:
+                update["bias"] = source.number("bias", *searched.ranges["bias"], False)
+            drawn.append(signal.model_copy(update=update))
+        signals = drawn
+    parts = {
+        "scoring": released.scoring.model_copy(update={"signals": tuple(signals)}),
+        "constraints": released.constraints.model_copy(update={"selector": selector}),
+        "reassembly": reassembly,
+    }
+    return components_json(released.model_copy(update=parts))
+
+
+def choices_of_released(state: PruningState) -> dict[str, Choice]:
+    """The choices for which :func:`draw_released` gives the state nearest to any state.
+
+    What this lacks is that of the released policy.
+    """
+    released = _released_policy()
+    names = [signal.atom for signal in released.scoring.signals]
+    signals = [signal for signal in state.scoring.signals if signal.atom in names]
+    signals = signals or list(released.scoring.signals)
+    used = {signal.atom for signal in signals}
+    choices: dict[str, Choice] = {
+        f"with {name}": NO_YES[name in used] for name in names
+    }
+    choices |= {f"{signal.atom}.weight": signal.weight for signal in signals}
+    choices["signal"] = max(
+        signals, key=lambda s: (s.atom != _REDUNDANCY, s.weight)
+    ).atom
+    for part in (released, state):
+        centrality = [s for s in part.scoring.signals if s.atom == _CENTRALITY]
+        for call in (*centrality, part.reassembly, part.constraints.selector):
+            # Not a dump, which leaves defaults out.
+            numbers = {name: value for name, value in call if name in _NUMBERS | _BIAS}
+            choices |= {
+                name: value for name, value in numbers.items() if value is not None
+            }
+    return choices
+
+
+def project(state: PruningState, space: Space) -> JsonObject:
+    """Components of the nearest state of a space: fixed parts overwritten, numbers clipped."""
+    return draw_released(ClippedChoices(choices_of_released(state)), space)
+
+
+def released_atoms(space: Space) -> frozenset[str]:
+    """Atoms that a language model is offered in a smaller space."""
+    atoms = set(structure(_released_policy()))
+    if _SPACES[space].signals == "single":
+        atoms.discard(_REDUNDANCY)
+    return frozenset(atoms)
+
+
+def list_problems_of_space(
+    state: PruningState, nearest: PruningState, settings: Settings
+) -> list[Problem]:
+    """What of a state a smaller space does not have, with the value of the nearest state there.
+
+    A q_e above K acts as K.
+    """
+
+    def comparable(compared: PruningState) -> JsonObject:
+        body = components_json(compared)
+        constraints = body["constraints"]
+        assert isinstance(constraints, dict)
+        quota, _ = compared.constraints.selector.bounds(settings.source_budget)
+        selector = constraints["selector"]
+        assert isinstance(selector, dict)
+        if "q_e" in selector:
+            constraints["selector"] = {**selector, "q_e": quota}
+        return {name: body[name] for name in COMPONENTS}
+
+    problems: list[Problem] = []
+    for change in list_changes(comparable(state), comparable(nearest)):
+        before = json.dumps(change.before)
+        if change.kind == "removed":
+            problems.append(
+                Problem(change.where, f"{before} is not in this space", "leave it out")
+            )
+        elif change.kind != "reordered":
+            what = (
+                "is missing"
+                if change.kind == "added"
+                else f"{before} is not in this space"
+            )
+            problems.append(
+                Problem(change.where, what, f"write {json.dumps(change.after)}")
+            )
+    return problems
+
+
+def describe_space(settings: Settings) -> str:
+    """What is searched in a smaller space, its atoms, and which of their numbers are free."""
+    searched = _SPACES[settings.space]
+    released = _released_policy()
+    ranges = {
+        name: f"{'integer ' if name == 'q_e' else ''}{low:g} to {high:g}"
+        for name, (low, high) in searched.ranges.items()
+    }
+    signals = [
+        call
+        for call in released.scoring.signals
+        if searched.signals != "single" or call.atom != _REDUNDANCY
+    ]
+    weight = f"{_WEIGHTS[0]:g} to {_WEIGHTS[1]:g}"
+    choice = {
+        "fixed": "Signals, all of them with the weights of the example:",
+        "any": f"Signals, any of them, at least one, each with a weight of {weight}; the fusion "
+        "divides weights by their sum:",
+        "single": "Signals, one of them with weight 1:",
+    }[searched.signals]
+    others = (
+        released.scoring.kernel,
+        released.scoring.fusion,
+        *released.constraints.pool,
+        released.constraints.selector,
+        released.reassembly,
+    )
+    lines = [
+        "Only what is named here with a range is yours to choose. All else is fixed, as in the "
+        "example of each prompt, and a policy that differs in it or leaves a range is refused.",
+        "",
+        choice,
+        "",
+        *(_describe_released(call, ranges) for call in signals),
+        "",
+        "Kernel, fusion, pool, selector and reassembly:",
+        "",
+        *(_describe_released(call, ranges) for call in others),
+    ]
+    quota = searched.fixed.get("q_e")
+    if quota is not None:
+        lines += ["", f"q_e is fixed at {quota:g}, which acts as K where K is less."]
+    if "strength" in ranges:
+        lines += [
+            "",
+            f"Where q_e is 2 or more, strength is at most {_STRENGTH_OF_SEVERAL}.",
+        ]
+    return "\n".join(lines)
+
+
+def _describe_released(call: AtomCall, ranges: Mapping[str, str]) -> str:
+    """An atom of the released policy, its free numbers, and what is fixed but not by default."""
+    parameters: list[str] = []
+    for name, value in call:
+        parameter = type(call).model_fields[name]
+        if name in ranges:
+            parameters.append(f"{name} {ranges[name]} ({parameter.description})")
+        elif name not in ("atom", "weight") and value != parameter.default:
+            fixed = f"{name} is fixed at {json.dumps(value)}"
+            parameters.append(f"{fixed} ({parameter.description})")
+    text = f"- {call.atom}: {ATOMS.of(call).doc}"
+    return f"{text} {'; '.join(parameters)}" if parameters else text

@@ -1,0 +1,343 @@
+"""Summaries H_t: what a language model is told of what was measured, on one scale."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from offline_search.candidates import (
+    Expectation,
+    base_state,
+    minimal_state,
+    paper_state,
+)
+from offline_search.history import History, Trial
+from offline_search.settings import Settings
+from offline_search.summary import summarize
+from tests.offline_search.synthetic import trial
+from tests.tables import parametrize_from_file
+from vllm_autoprune.evaluation.questions import Example
+from vllm_autoprune.tpdsl.registry import AtomCall, default_call
+from vllm_autoprune.tpdsl.state import PruningState
+
+SETTINGS = Settings(budgets=(8,), base_policy="visionzip", proposer="scripted")
+EXAMPLES = tuple(
+    Example(
+        image=f"{number}.png", question=f"Q{number}?", answer="a", category=category
+    )
+    for number, category in enumerate(["text"] * 4 + ["relation"] * 12)
+)
+BASE = np.full(16, -3.0)
+NOISE = np.tile([-0.2, 0.2], 8)
+
+
+def history_of(*trials: Trial) -> History:
+    return History(trial("0.0", BASE), list(trials), EXAMPLES)
+
+
+@pytest.fixture
+def history() -> History:
+    paper = paper_state(SETTINGS)
+    changed = paper_state(SETTINGS, quota=4)
+    merge = paper.reassembly.model_copy(update={"strength": 1.0})
+    other = paper.model_copy(update={"reassembly": merge})
+    return history_of(
+        trial("1.0", [-1.0] * 4 + [-2.0] * 12, paper),
+        trial("2.0", [-1.1] * 4 + [-1.9] * 12, changed, parent="1.0"),
+        trial(
+            "2.1",
+            [-2.5] * 2,
+            minimal_state(SETTINGS),
+            "dropped",
+            reason="behind after 2 of 16 examples",
+        ),
+        trial("2.2", None, other, "same", parent="1.0", reason="1.0"),
+        trial("2.3", [0.0] * 4 + [-1.0] * 12, other, parent="1.0"),
+        *(
+            trial(f"2.{n}", None, None, "invalid", reason="no such atom")
+            for n in (4, 5, 6)
+        ),
+    )
+
+
+def line_of(name: str, text: str) -> str:
+    """The only line of a candidate."""
+    (line,) = (line for line in text.splitlines() if line.startswith(f"- {name}: "))
+    return line
+
+
+def test_each_category_has_its_questions_scores_share_and_worst_question(
+    history: History,
+) -> None:
+    lines = summarize(history).splitlines()
+    assert lines[0].startswith("Questions asked so far: 16. Resolution: 0 ")
+    assert lines[1] == "Base policy alone (base): -3000."
+    assert lines[2].startswith("Category: questions, score of base, score of 2.3, ")
+    assert lines[3:5] == [
+        '- relation: 12, -3000, -1000, 100%; "Q4?"',
+        '- text: 4, -3000, +0, 0%; "Q0?"',
+    ]
+    # A category that gains has a negative share of the loss.
+    history.trials.append(trial("3.0", [1.0] * 4 + [-1.0] * 12, paper_state(SETTINGS)))
+    assert '- text: 4, -3000, +1000, -50%; "Q0?"' in summarize(history)
+
+
+def test_candidates_are_changes_of_parents_that_are_printed(history: History) -> None:
+    text = summarize(history)
+    line = line_of("2.3", text)
+    assert line.startswith(
+        "- 2.3: -750 on 16 questions (text +0 ± 0; relation -1000 ± 0; "
+    )
+    assert "of 16, 16 better, 0 worse than 1.0" in line
+    assert line.endswith("; 1.0 with reassembly strength 0.0005 -> 1")
+    assert re.search(
+        r"- 2\.0: -1700 on 16 questions \(-950 ± \d+, worse; text -11", text
+    )
+    assert line_of("2.0", text).endswith("1.0 with selector q_e 2 -> 4")
+    # 2.3 is the best of their structure; what it changes is printed whole below.
+    assert text.index("Others that these name:") < text.index("- 1.0: -1750 on 16")
+    assert '{"scoring":' in line_of("1.0", text)
+
+
+def test_duplicates_and_dropped_ones_are_printed_as_all_others(
+    history: History,
+) -> None:
+    text = summarize(history)
+    same = line_of("2.2", text)
+    assert "- 2.2: -1750 of 1.0, whose tokens and rows it has; 1.0 with " in same
+    dropped = line_of("2.1", text)
+    reason = "on 2 questions, then dropped: behind after 2 of 16 examples ("
+    assert reason in dropped and "± unknown, undecided" in dropped
+    assert dropped.endswith("}") and '{"scoring":' in dropped
+    assert "- no such atom (3 times)" in text
+    history.trials.append(trial("3.0", BASE))
+    title, later = summarize(history).split("Dropped in earlier rounds; ")
+    again = later.splitlines()[1]
+    assert again.partition("; ")[2] == dropped.partition("; ")[2] and again not in title
+
+
+def test_rounds_are_compared_on_the_scale_of_all_scores(history: History) -> None:
+    text = "Best and median score of each round's candidates, as estimated now: "
+    assert f"{text}1: -1750, -1750; 2: -750, -1700." in summarize(history)
+
+
+def test_a_dropped_candidate_names_questions_not_answers_at_several_budgets(
+    history: History,
+) -> None:
+    dropped = history.trials[2]
+    twice = dropped.result.model_copy(update={"examples": 4})
+    history.trials[2] = dataclasses.replace(dropped, result=twice)
+    assert " on 2 questions, then dropped" in line_of("2.1", summarize(history))
+
+
+def test_a_change_names_its_atom_and_has_what_was_added() -> None:
+    """A number that the parent leaves open, of a signal that the child has at another place."""
+    paper = paper_state(SETTINGS)
+    call = default_call(AtomCall, "redundancy_density_penalty")
+    dense = call.model_copy(update={"m": None})
+    centre = default_call(AtomCall, "spatial_centrality_prior")
+
+    def with_signals(*signals: AtomCall) -> PruningState:
+        scoring = paper.scoring.model_copy(update={"signals": signals})
+        return paper.model_copy(update={"scoring": scoring})
+
+    parent = with_signals(paper.scoring.signals[0], dense)
+    child = with_signals(
+        dense.model_copy(update={"m": 4}), centre.model_copy(update={"sigma": 0.7})
+    )
+    text = summarize(
+        history_of(
+            trial("1.0", BASE + 1, parent), trial("2.0", BASE + 2, child, parent="1.0")
+        )
+    )
+    line = line_of("2.0", text)
+    assert "removed, signals redundancy_density_penalty m null -> 4" in line
+    added = '{"atom":"spatial_centrality_prior","sigma":0.7}'
+    assert f"signals spatial_centrality_prior added: {added}" in line
+
+
+def test_what_does_not_act_is_not_printed() -> None:
+    """A candidate that exchanges nothing has its reassembly alone, unless quality orders rows."""
+    idle = base_state(SETTINGS)
+    merge = idle.reassembly.model_copy(update={"strength": 0.5})
+    merging = idle.model_copy(update={"reassembly": merge})
+    ordering = default_call(AtomCall, "reassemble/soft.mean.residual.score")
+    ordered = idle.model_copy(update={"reassembly": ordering})
+    child = paper_state(SETTINGS)
+    text = summarize(
+        history_of(
+            trial("1.0", BASE + 1, merging),
+            trial("1.1", BASE + 2, ordered),
+            trial("2.0", BASE + 3, child, parent="1.0"),
+        )
+    )
+    line = line_of("1.0", text)
+    assert 'exchanges nothing, with {"reassembly":{"atom":"mean_residual"' in line
+    assert '"scoring":' not in line and '"scoring":' in line_of("1.1", text)
+    # The changes of a scoring that is not printed would tell nothing.
+    assert '"scoring":' in line_of("2.0", text)
+
+
+def test_exchanges_and_what_they_can_gain_are_told(history: History) -> None:
+    history.trials[0] = dataclasses.replace(
+        history.trials[0], exchanges=1.5, quality=(0.25, 0.75)
+    )
+    line = line_of("1.0", summarize(history))
+    assert "; exchanges 1.5 tokens; quality 0.25 and 0.75)" in line
+
+
+# ---- one scale ----
+
+
+@pytest.fixture
+def fresh() -> History:
+    """Candidates that were asked different halves, in different shares of the categories."""
+    rng = np.random.default_rng(0)
+    names = ["text"] * 30 + ["relation"] * 10 + ["text"] * 10 + ["relation"] * 30
+    examples = [
+        Example(image=f"{n}.png", question=f"Q{n}?", answer="a", category=name)
+        for n, name in enumerate(names)
+    ]
+    difficulty = np.repeat([-1.0, -4.0], 40)
+    asked = {"1.0": slice(80), "1.1": slice(40), "2.0": slice(40, 80)}
+    trials: list[Trial] = []
+    for name, rows in asked.items():
+        values = np.full(80, np.nan)
+        gain = np.where(np.array(names) == "text", 1.0, 0.2)
+        values[rows] = (difficulty + gain + 0.1 * rng.normal(size=80))[rows]
+        parent = "" if name[0] == "1" else "1.1"
+        state = paper_state(SETTINGS, quota=1 + len(trials))
+        trials.append(trial(name, values, state, parent=parent, expect="higher"))
+    base = difficulty + 0.1 * rng.normal(size=80)
+    return History(trial("0.0", base), trials, examples)
+
+
+def read_scores(text: str) -> dict[str, float]:
+    """Printed scores of all candidates, and of the base policy."""
+    found = re.findall(r"^- (\d+\.\d+): ([+-]\d+) on", text, re.MULTILINE)
+    (base,) = re.findall(r"\(base\): ([+-]\d+)\.", text)
+    return {name: float(score) for name, score in found} | {"base": float(base)}
+
+
+def read_differences(text: str) -> Iterator[tuple[str, str, float]]:
+    """Printed differences: of which candidate, to which, how large."""
+    (leader,) = re.findall(r"\(difference to (\S+), which leads", text)
+    lines = r"^- (\d+\.\d+): [+-]\d+ on [^(]*\(([+-]\d+) ± "
+    for name, gap in re.findall(lines, text, re.MULTILINE):
+        yield name, leader, float(gap)
+    tests = r"^- (\d+\.\d+) \(.* of (\S+), expected .* => ([+-]\d+) ± "
+    for name, parent, gap in re.findall(tests, text, re.MULTILINE):
+        yield name, parent, float(gap)
+
+
+def test_every_difference_is_that_of_two_printed_scores(fresh: History) -> None:
+    text = summarize(fresh)
+    scores = read_scores(text)
+    differences = list(read_differences(text))
+    assert len(differences) == 3
+    for name, reference, gap in differences:
+        assert gap == pytest.approx(scores[name] - scores[reference], abs=1.01), name
+
+
+def test_every_score_is_the_mean_of_its_categories_weighted_by_their_questions(
+    fresh: History,
+) -> None:
+    text = summarize(fresh)
+    rows = re.findall(r"^- (\w+): (\d+), ([+-]\d+)", text, re.MULTILINE)
+    shares = {name: int(count) / 80 for name, count, _ in rows}
+    assert "Questions asked so far: 80" in text and sum(shares.values()) == 1
+    of_base = sum(shares[name] * float(score) for name, _, score in rows)
+    scores = read_scores(text)
+    assert of_base == pytest.approx(scores.pop("base"), abs=1)
+    for name, score in scores.items():
+        parts = dict(re.findall(r"(text|relation) ([+-]\d+)", line_of(name, text)))
+        mean = sum(share * float(parts[part]) for part, share in shares.items())
+        assert mean == pytest.approx(score, abs=1), name
+
+
+def test_the_level_of_the_questions_does_not_tell_candidates_apart(
+    fresh: History,
+) -> None:
+    """1.1 was asked the easy half, 2.0 the hard one; both gain alike in each category."""
+    scores = read_scores(summarize(fresh))
+    assert scores["1.1"] == pytest.approx(scores["2.0"], abs=50)
+    assert min(scores.values()) == scores["base"]
+
+
+# ---- hypotheses ----
+
+
+def outcomes(*trials: Trial, resolution: float = 0.0) -> dict[str, str]:
+    """What the summary says of each hypothesis of the last round."""
+    history = history_of(*trials)
+    history.resolution = resolution
+    lines = summarize(history).splitlines()
+    return dict(line[2:].split(" => ", 1) for line in lines if " => " in line)
+
+
+@parametrize_from_file("change", "expect", "outcome")
+def test_a_hypothesis_is_confirmed_by_two_standard_errors(
+    change: float, expect: Expectation, outcome: str
+) -> None:
+    trials = [
+        trial("1.0", BASE + 9.0),
+        trial("2.0", BASE + change + NOISE, expect=expect),
+    ]
+    line = f"2.0 (ablate of base, expected {expect}): Why 2.0."
+    assert outcomes(*trials) == {line: outcome}
+    trials = [
+        trial("1.0", BASE),
+        trial("2.0", BASE + change + NOISE, None, "evaluated", "1.0", expect=expect),
+    ]
+    assert [*outcomes(*trials).values()] == [outcome], (
+        "its parent's values are the base policy's"
+    )
+
+
+@parametrize_from_file("resolution", "expect", "outcome")
+def test_what_the_resolution_does_not_tell_apart_is_called_the_same(
+    resolution: float, expect: Expectation, outcome: str
+) -> None:
+    tested = trial("2.0", BASE + 0.1 + NOISE, expect=expect)
+    assert [*outcomes(tested, resolution=resolution).values()] == [outcome]
+
+
+def test_what_hypotheses_are_compared_on() -> None:
+    lines = outcomes(
+        trial("1.0", [-1.0] * 4 + [-9.0] * 12, expect="higher"),
+        trial("2.0", -2.0 + NOISE[:4], None, "dropped", "1.0", expect="lower"),
+        trial("2.1", None, None, "same", "1.0", reason="1.0", expect="same"),
+        trial("2.2", None, None, "same", reason="base", expect="higher"),
+        trial(
+            "2.3",
+            None,
+            None,
+            "unsafe",
+            reason="preserve_budget failed",
+            expect="higher",
+        ),
+        trial("2.4", None, None, "invalid", reason="x" * 500, expect="higher"),
+        trial("2.5", [-2.0], None, "dropped", expect="same"),
+        trial("2.6", BASE),
+    )
+    assert [line[:3] for line in lines] == [f"2.{n}" for n in range(6)], (
+        "last round only"
+    )
+    values = list(lines.values())
+    assert re.fullmatch(r"[+-]\d+ ± \d+, \w+: \w+", values[0])
+    assert values[1:5] == [
+        "confirmed, it keeps the tokens of 1.0",
+        "untested, it keeps the tokens of base",
+        "not measured, unsafe: preserve_budget failed",
+        f"not measured, invalid: {'x' * 100}",
+    ]
+    assert values[5] == "-1000 ± unknown, undecided: undecided"
+
+
+def test_an_effect_of_nothing_refutes_nothing() -> None:
+    tested = trial("2.0", BASE, expect="higher")
+    assert [*outcomes(tested).values()] == ["+0 ± 0, same: untested, no answer changed"]
