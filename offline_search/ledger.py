@@ -268,6 +268,12 @@ class WinnerRecord(_Record):
     estimates: dict[str, float] = Field(
         description="by proposal: objective on search and validation examples"
     )
+    searched: dict[str, float] = Field(
+        default={},
+        exclude_if=lambda scores: not scores,
+        description="by proposal, and of the base policy: estimate for all questions of the search "
+        "split that were asked",
+    )
     gains: dict[str, Estimate] = Field(
         default={},
         exclude_if=lambda gains: not gains,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offline_search.candidates import base_state
+from offline_search.candidates import BASE_PARENT, base_state
 from offline_search.history import FAILURES_TO_GIVE_UP, History, Trial, gave_up
 from offline_search.ledger import (
     ALL_TOKENS,
@@ -227,7 +227,11 @@ class _SearchReport:
 
     def _describe_finalists(self, winner: WinnerRecord, leader: str) -> Section:
         """Objectives of the finalists and of the base policy on each split."""
-        scores = {trial.name: trial.result.objective for trial in self.trials}
+        # A ledger without estimates has the objectives of each candidate's own questions.
+        scores: dict[str, float | None] = {
+            trial.name: trial.result.objective for trial in self.trials
+        }
+        scores |= {BASE_PARENT: self.base_objective} | winner.searched
 
         def cell(estimate: Estimate) -> Cell:
             value, low, high = self._format(estimate.value, estimate.low, estimate.high)
@@ -243,7 +247,7 @@ class _SearchReport:
             rows.append([title, search, cell(validation.objective), both, test])
         validation = winner.confirmed[winner.winner]
         base_value = validation.objective.value - validation.gain.value
-        search, validated = self._format(self.base_objective, base_value)
+        search, validated = self._format(scores[BASE_PARENT], base_value)
         rows.append(
             ["base policy", search, validated, "–", cell(winner.base.objective)]
         )
@@ -251,9 +255,10 @@ class _SearchReport:
         finalists = Table("Objectives of the finalists", head, rows, "lrrrr")
         why = (
             f"The {len(winner.confirmed)} best candidates of the search split were measured on the "
-            "validation split. The winner has the best lower bound of its gain over the base "
-            "policy on the examples of both together, or is simpler and tied with that: the search "
-            "split alone favours candidates that were lucky on it."
+            "validation split, and their gains over the base policy estimated on the examples of "
+            "both together: the search split alone favours candidates that were lucky on it. "
+            f"{self._explain_choice(winner)} Objectives on the search split are estimates for all "
+            "its questions that were asked, corrected for which of them each candidate was asked."
         )
         luck = f"{winner.winner} was also the best on the search split."
         if leader != winner.winner:
@@ -262,6 +267,21 @@ class _SearchReport:
                 f"{winner.winner} is."
             )
         return Section("Why this candidate", [why, luck], tables=[finalists])
+
+    def _explain_choice(self, winner: WinnerRecord) -> str:
+        """Which rule chose the winner: the best lower bound, or simplicity among the tied."""
+        name = winner.winner
+        if not winner.gains:
+            return f"{name} was chosen."
+        best = max(winner.gains, key=lambda rival: winner.gains[rival].low)
+        (bound,) = self._format(winner.gains[best].low)
+        if best == name:
+            return f"{name} has the best lower bound of its gain, {bound}."
+        (own_bound,) = self._format(winner.gains[name].low)
+        return (
+            f"{best} has the best lower bound of its gain, {bound} ({name}: {own_bound}), but is "
+            f"tied with {name}, which is simpler: fewer atoms, or a smaller q_e."
+        )
 
     def _describe_test(self, winner: WinnerRecord) -> Section:
         """Scores of the winner and of the base policy on the test split."""

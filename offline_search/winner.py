@@ -121,6 +121,13 @@ class HeldOutEvaluator:
                     name: _combined_estimate(finalist, history)
                     for name, finalist in finals.finalists.items()
                 },
+                searched={
+                    trial.name: history.estimate(trial) or 0.0
+                    for trial in (
+                        history.base,
+                        *(finalist.trial for finalist in finals.finalists.values()),
+                    )
+                },
                 gains={name: gap.estimate() for name, gap in finals.gains.items()},
                 test=test,
                 base=base,

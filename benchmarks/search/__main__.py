@@ -13,6 +13,7 @@ from typing import get_args
 from benchmarks.policies import QUOTAS
 from benchmarks.search.evaluator import write_data
 from benchmarks.search.results import format_tables, read_results
+from benchmarks.search.runs import RunStatistics, format_runs, summarize_proposers
 from benchmarks.search.study import (
     ABLATIONS,
     ARMS,
@@ -30,7 +31,7 @@ from offline_search.dataset import SPLITS
 from offline_search.endpoint import EndpointProposer, EndpointSettings
 from offline_search.settings import DEFAULT_LIST, Settings
 from vllm_autoprune.cli.flags import argument
-from vllm_autoprune.cli.output import CommandParser
+from vllm_autoprune.cli.output import CommandParser, print_result
 from vllm_autoprune.errors import AutopruneError, SearchError
 from vllm_autoprune.tpdsl.tokens import POSITIONS
 
@@ -132,6 +133,17 @@ def run_ablations(options: argparse.Namespace) -> None:
     print(study.run(open_yardstick(options.yardstick), quotas, options.pool))
 
 
+def print_runs(options: argparse.Namespace) -> None:
+    """Print what the candidates of searches scored, and the winners of each proposer."""
+    runs = [RunStatistics.read(path) for path in options.ledgers]
+    proposers = summarize_proposers(runs)
+    record = {
+        "runs": [run.model_dump(mode="json") for run in runs],
+        "proposers": [row.model_dump(mode="json") for row in proposers],
+    }
+    print_result(options, record, format_runs(runs, proposers).rstrip())
+
+
 def replay_proposed(options: argparse.Namespace) -> None:
     """Replay the searches that a capable language model proposed for."""
     for recording in sorted(PROPOSED.glob("*.jsonl")):
@@ -227,6 +239,13 @@ _COMMANDS: Mapping[
                 required=True,
                 help="model to measure on",
             ),
+        ],
+    ),
+    "runs": (
+        print_runs,
+        [
+            argument("ledgers", type=Path, nargs="+", help="ledgers of searches"),
+            argument("--json", action="store_true", help="print JSON"),
         ],
     ),
     "replay": (replay_proposed, []),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tests.offline_search.synthetic import (
     trial,
 )
 from vllm_autoprune.errors import SearchError
+from vllm_autoprune.statistics import Estimate
 
 SCRIPT_TAG = "<script>alert(1)</script>"
 
@@ -126,3 +128,33 @@ def test_progress_shows_share_best_and_remaining_time() -> None:
         "the base policy leads on the search split, -0.2000; 1.0 by llm has -0.3000"
     )
     assert f"{behind}, 3 min left" in lines[3]
+
+
+async def test_a_report_says_which_rule_chose_the_winner(ledger: Path) -> None:
+    report = read_report(read_ledger(ledger))
+    winner = report.winner
+    assert winner is not None
+    name = winner.winner
+    plain = report.document().render_markdown()
+    assert f"{name} has the best lower bound of its gain, " in plain
+    assert "is simpler" not in plain
+    rival = next(other for other in winner.gains if other != name)
+    gains = {**winner.gains, rival: Estimate(9.0, 8.5, 9.5)}
+    changed = winner.model_copy(update={"gains": gains})
+    text = dataclasses.replace(report, winner=changed).document().render_markdown()
+    assert f"{rival} has the best lower bound of its gain, +8.5" in text
+    assert f"but is tied with {name}, which is simpler" in text
+
+
+async def test_a_report_compares_finalists_on_one_scale(search: Searches) -> None:
+    """Each round had other questions: the table has estimates for all of them."""
+    await search(rounds=4, block=8)
+    report = read_report(read_ledger(search.path))
+    winner = report.winner
+    assert winner is not None and set(winner.searched) == {*winner.confirmed, "base"}
+    own = {trial.name: trial.result.objective for trial in report.trials}
+    assert any(own[name] != winner.searched[name] for name in winner.confirmed)
+    text = report.document().render_markdown()
+    for name in winner.confirmed:
+        (score,) = report._format(winner.searched[name])
+        assert re.search(rf"\| {name}( \(winner\))? \| {re.escape(score)} \|", text)
