@@ -271,8 +271,8 @@ class WinnerRecord(_Record):
     searched: dict[str, float] = Field(
         default={},
         exclude_if=lambda scores: not scores,
-        description="by proposal, and of the base policy: estimate for all questions of the search "
-        "split that were asked",
+        description="by proposal that was measured in full, and of the base policy: estimate for "
+        "all questions of the search split that were asked",
     )
     gains: dict[str, Estimate] = Field(
         default={},

@@ -79,7 +79,12 @@ class _SearchReport:
     def ranked(self) -> list[Trial]:
         """Fully evaluated candidates, best first."""
         evaluated = [trial for trial in self.trials if trial.result.score is not None]
-        return sorted(evaluated, key=lambda trial: -trial.score)
+        return sorted(evaluated, key=lambda trial: -self._estimate(trial))
+
+    def _estimate(self, trial: Trial) -> float:
+        """The estimate for all questions; while a search runs, of those that it was asked."""
+        searched = {} if self.winner is None else self.winner.searched
+        return searched.get(trial.name, trial.score)
 
     @property
     def statuses(self) -> Mapping[str, int]:
@@ -346,7 +351,7 @@ class _SearchReport:
         best = [
             [
                 trial.name,
-                *self._format(trial.score),
+                *self._format(self._estimate(trial)),
                 _percent(trial.result.accuracy),
                 str(trial.result.examples),
                 _ORIGIN_WORDS.get(trial.proposal.origin, trial.proposal.origin),

@@ -34,6 +34,8 @@ class EvaluationBudget:
 
     settings: Settings
     questions: int
+    is_fresh: bool = False
+    """Whether a round has other questions than the one before."""
 
     @property
     def per_candidate(self) -> int:
@@ -86,6 +88,8 @@ class EvaluationBudget:
                     "Another follows, unless several in a row found nothing better."
                 )
         cost = f"A candidate is asked {self.questions} questions"
+        if self.is_fresh:
+            cost = f"Its questions are others than those of the round before. {cost}"
         if settings.races:
             cost += self._describe_race()
         if len(settings.budgets) > 1:

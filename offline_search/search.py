@@ -98,7 +98,8 @@ class Search:
         self._held_out = HeldOutEvaluator(
             settings, self._evaluator, self._dataset, self._base
         )
-        self._budget = EvaluationBudget(settings, self._rounds.blocks[0].stop)
+        blocks = self._rounds.blocks
+        self._budget = EvaluationBudget(settings, blocks[0].stop, len(blocks) > 1)
 
     async def run(self) -> WinnerRecord:
         """Run or resume the search; raises :class:`SearchError` if it cannot continue."""

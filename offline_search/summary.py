@@ -38,8 +38,11 @@ _MAX_DROPPED = 8
 _CANDIDATES = (
     "Candidates: score, on how many questions (difference to {leader}, which leads; scores by "
     "category ± their standard errors; on how many questions it is better and worse than its "
-    "parent; tokens that it exchanges, and quality of the lowest pick and of the best other token, "
-    "means over images); policy."
+    "parent{exchanges}); policy."
+)
+_EXCHANGES = (
+    "; tokens that it exchanges, and quality of the lowest pick and of the best other token, "
+    "means over images"
 )
 _TITLE_OF_BEST = (
     "Best candidates of different structures (a structure is the names of all atoms):"
@@ -63,7 +66,7 @@ def summarize(history: History) -> str:
 
 def format_score(value: float | None) -> str:
     """A score as prompts show it: an objective in thousandths."""
-    return "not measured" if value is None else f"{1000 * value:+.0f}"
+    return "not measured" if value is None else f"{round(1000 * value):+d}"
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,10 @@ class _Summary:
         yield from self._describe_categories()
         yield from self._describe_trend()
         if any(self.sections.values()):
-            yield _CANDIDATES.format(leader=self.leader.name)
+            probed = any(trial.exchanges is not None for trial in self.printed.values())
+            yield _CANDIDATES.format(
+                leader=self.leader.name, exchanges=_EXCHANGES if probed else ""
+            )
         for title, trials in self.sections.items():
             if trials:
                 yield title

@@ -33,8 +33,9 @@ _STEPS = """A policy starts from the picks of the base policy, and refines them 
 3. Selector: exchanges picks for tokens of the pool{quota}. It reads the quality\
 {exceptions}.
 4. Reassembly: computes the rows of the kept tokens that the language model reads, from the \
-discarded tokens that are assigned to each, its group, and their order. Kept tokens stand \
-{positions}."""
+discarded tokens that are assigned to each, its group, and their order. A pick that is kept begins \
+with the row that the base policy makes of it, any other with the vision tower's. Kept tokens \
+stand {positions}."""
 
 _EXCEPTIONS = """, but reference_strict_preservation_selector nothing, and \
 runtime_reference_anchor_pool_dpp_selector by the pool alone"""
@@ -60,7 +61,8 @@ _EQUAL_SIGNALS = (
 _SCORES = """Scores: a score is {score}: 0 is as with all tokens, higher is better. All scores of \
 a prompt are on one scale: each is an estimate for all questions that were asked so far, whichever \
 of them its candidate was asked, corrected for how difficult those were. So all of them are \
-computed again after every round, and a score may differ from that in an earlier prompt. A \
+computed again after every round, and a score may differ from that in an earlier prompt; one of \
+few questions may be corrected to above 0. No error is printed of fewer than four images. A \
 candidate's score is the mean of its scores by category, weighted by their numbers of questions. A \
 difference is that of two scores, ± its standard error over images. It is *better* or *worse* if \
 it exceeds both two standard errors and the resolution, *same* if neither the difference nor two \

@@ -123,10 +123,7 @@ class HeldOutEvaluator:
                 },
                 searched={
                     trial.name: history.estimate(trial) or 0.0
-                    for trial in (
-                        history.base,
-                        *(finalist.trial for finalist in finals.finalists.values()),
-                    )
+                    for trial in (history.base, *history.evaluated())
                 },
                 gains={name: gap.estimate() for name, gap in finals.gains.items()},
                 test=test,

@@ -63,6 +63,8 @@ def test_prompts_say_what_a_candidate_costs_and_when_it_is_dropped() -> None:
     several = ROUNDS.model_copy(update={"budgets": (8, "1/4")})
     text = EvaluationBudget(several, questions=10).describe_round(1, 0, 0.0)
     assert text.endswith("A candidate is asked 10 questions, each at 2 budgets.")
+    fresh = EvaluationBudget(ROUNDS, questions=10, is_fresh=True)
+    assert "others than those of the round before" in fresh.describe_round(2, 0, 0.0)
 
 
 def levels(gains: Sequence[float], share: float = 0.4) -> list[int]:
