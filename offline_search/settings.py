@@ -14,10 +14,10 @@ from pydantic import (
     PositiveInt,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from vllm_autoprune.connection import Header
 from vllm_autoprune.errors import BudgetError
+from vllm_autoprune.flags import refuse_value
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
@@ -57,16 +57,10 @@ DEFAULT_LIST = 5
 """Proposals in a reply of a model behind an endpoint: one for each purpose."""
 
 
-def _problem(message: str, *fields: str) -> PydanticCustomError:
-    """An error of validation that names the fields to change; "what: fix"."""
-    return PydanticCustomError(
-        "search", "{message}", {"message": message, "fields": fields}
-    )
-
-
 def _require_known_policy(name: str) -> str:
     if name not in BASE_POLICIES:
-        raise _problem(f"{name!r} is not known: give {', '.join(BASE_POLICIES)}")
+        fix = f"give {', '.join(BASE_POLICIES)}"
+        raise refuse_value(f"{name!r} is not known", fix)
     return name
 
 
@@ -75,7 +69,8 @@ def _read_budget(said: object) -> int | str:
     try:
         return BudgetCall.parse(said).rule()
     except BudgetError as error:
-        raise _problem(f"{error.problems[0].what}: {error.problems[0].fix}") from None
+        problem = error.problems[0]
+        raise refuse_value(problem.what, problem.fix) from None
 
 
 _BasePolicy = Annotated[str, AfterValidator(_require_known_policy)]
@@ -118,16 +113,16 @@ def _read_options(text: object) -> object:
         options = json.loads(Path(text).read_text("utf-8-sig") if is_file else text)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno}"
-        raise _problem(f"{name} is not JSON ({error.msg} at {where}): {fix}") from None
+        what = f"{name} is not JSON ({error.msg} at {where})"
+        raise refuse_value(what, fix) from None
     except (OSError, ValueError, RecursionError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or type(error).__name__
-        raise _problem(f"{name} cannot be read ({reason}): {fix}") from None
+        raise refuse_value(f"{name} cannot be read ({reason})", fix) from None
     if not isinstance(options, dict):
-        raise _problem(f"is no JSON object: {fix}")
+        raise refuse_value("is no JSON object", fix)
     if taken := sorted(options.keys() & set(_OWN_FIELDS)):
-        raise _problem(
-            f"{taken[0]} is set by the search: leave it out, or give its flag"
-        )
+        what = f"{taken[0]} is set by the search"
+        raise refuse_value(what, "leave it out, or give its flag")
     return options
 
 
@@ -246,19 +241,19 @@ class Settings(SearchChoices):
     @model_validator(mode="after")
     def _require_consistent_fields(self) -> Settings:
         if len(set(self.budgets)) < len(self.budgets):
-            raise _problem("a budget is given twice: leave one out", "budgets")
+            raise refuse_value("a budget is given twice", "leave one out", "budgets")
         writes = self.proposer and self.strategy in STRATEGIES_WITH_LISTS
         if self.proposals_per_reply > 1 and not writes:
             names = " and ".join(STRATEGIES_WITH_LISTS)
-            message = f"only {names} ask for lists, of a language model: leave it out"
-            raise _problem(message, "proposals_per_reply")
+            what = f"only {names} ask for lists, of a language model"
+            raise refuse_value(what, "leave it out", "proposals_per_reply")
         if self.space != "all" and self.library == "paper":
-            message = f"the space {self.space} has atoms of its own: leave others out"
-            raise _problem(message, "space", "library")
+            what = f"the space {self.space} has atoms of its own"
+            raise refuse_value(what, "leave others out", "space", "library")
         largest = max(BudgetCall.parse(budget).range()[1] for budget in self.budgets)
         if self.space == "without-anchoring" and largest > MAX_QUOTA:
             what = f"anchoring cannot be removed above K = {MAX_QUOTA}, the largest q_e"
-            raise _problem(f"{what}: give a smaller K", "space", "budgets")
+            raise refuse_value(what, "give a smaller K", "space", "budgets")
         return self
 
     @property

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
 
+from vllm_autoprune.flags import refuse_value
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.statistics import Estimate
 
@@ -94,9 +95,8 @@ class Traffic(FrozenModel):
     def _check_part(cls, value: int, info: ValidationInfo) -> int:
         name = "tokens" if info.field_name == "budget" else "budget"
         if value > info.data.get(name, math.inf):
-            raise ValueError(
-                f"is {value}: give at most the value of --{name}, {info.data[name]}"
-            )
+            fix = f"give at most the value of --{name}, {info.data[name]}"
+            raise refuse_value(f"is {value}", fix)
         return value
 
     @property

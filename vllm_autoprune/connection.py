@@ -20,6 +20,7 @@ import httpx
 from pydantic import AfterValidator, Field, SecretStr
 
 from vllm_autoprune.errors import ConfigError
+from vllm_autoprune.flags import refuse_value
 from vllm_autoprune.record_file import FrozenModel
 
 _KEYS = ("VLLM_API_KEY", "OPENAI_API_KEY")
@@ -38,9 +39,8 @@ _Client = TypeVar("_Client", httpx.Client, httpx.AsyncClient)
 
 def _check_header(text: str) -> str:
     if not re.fullmatch(r"[\w!#$%&'*+.^`|~-]+\s*=[\x20-\x7e]+", text, re.ASCII):
-        raise ValueError(
-            f"{text.partition('=')[0]!r} is refused: give NAME=VALUE in plain ASCII"
-        )
+        what = f"{text.partition('=')[0]!r} is refused"
+        raise refuse_value(what, "give NAME=VALUE in plain ASCII")
     return text
 
 
@@ -54,7 +54,8 @@ def _check_ca_file(path: Path) -> Path:
             else error.strerror
         )
         what = f"{path} cannot be read ({reason})"
-        raise ValueError(f"{what}: name a file of certificates in PEM format") from None
+        fix = "name a file of certificates in PEM format"
+        raise refuse_value(what, fix) from None
     return path
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
+from pydantic_core import PydanticCustomError, PydanticUndefined
 
 from vllm_autoprune.errors import Problem
 
@@ -82,19 +82,25 @@ def read_flags(model: type[_M], options: argparse.Namespace) -> _M:
     )
 
 
-def flag_problems(error: ValidationError, names: Names) -> list[Problem]:
-    """Problems of the flags, from a validation error.
+def refuse_value(what: str, fix: str, *fields: str) -> PydanticCustomError:
+    """The error that a validator raises, which :func:`flag_problems` reads.
 
-    A validator lists the fields to change in the context of its error, as ``fields``; its message
-    is "what: fix".
+    ``fields``: those to change, where it is not that of the validator.
     """
+    context = {"what": what, "fix": fix, "fields": fields}
+    return PydanticCustomError("refused", "{what}: {fix}", context)
+
+
+def flag_problems(error: ValidationError, names: Names) -> list[Problem]:
+    """What is wrong with which flags, as :func:`refuse_value` or pydantic says."""
     details = error.errors(include_url=False)
     # A refused item of a tuple makes the tuple too short as well.
     if len(details) > 1:
         details = [detail for detail in details if detail["type"] != "too_short"]
     problems = []
     for detail in details:
-        fields = detail.get("ctx", {}).get("fields") or map(str, detail["loc"][:1])
+        context = detail.get("ctx", {})
+        fields = context.get("fields") or map(str, detail["loc"][:1])
         where = ", ".join(name_flag(name, names) for name in fields)
         demand = detail["msg"].partition(", unable to")[0]
         if detail["type"] == "missing":
@@ -103,7 +109,11 @@ def flag_problems(error: ValidationError, names: Names) -> list[Problem]:
         elif demand.startswith("Input should be "):
             what = f"{detail['input']!r} is refused"
             fix = f"give a value that is {demand.removeprefix('Input should be ')}"
+        elif detail["type"] == "refused":
+            what = context["what"]
+            fix = context["fix"]
         else:
-            what, _, fix = demand.removeprefix("Value error, ").partition(": ")
+            what = f"{detail['input']!r} is refused"
+            fix = demand.removeprefix("Value error, ")
         problems.append(Problem(where, what, fix))
     return problems

@@ -14,6 +14,7 @@ from benchmarks.yardsticks.examples import LLAVA
 from offline_search.settings import Budget
 from vllm_autoprune.connection import Connection, server_address
 from vllm_autoprune.errors import ConfigError
+from vllm_autoprune.flags import refuse_value
 from vllm_autoprune.record_file import FrozenModel
 
 CACHES = {
@@ -101,7 +102,7 @@ def _check_quotes(text: str) -> str:
     try:
         shlex.split(text)
     except ValueError as error:
-        raise ValueError(f"{error}: close the quotation") from None
+        raise refuse_value(str(error), "close the quotation") from None
     return text
 
 
@@ -111,11 +112,10 @@ def _check_servers(servers: tuple[str, ...]) -> tuple[str, ...]:
         try:
             server_address(url if name else "")
         except ConfigError:
-            raise ValueError(
-                f"{server!r} is no server: give NAME=http://HOST:PORT"
-            ) from None
+            what = f"{server!r} is no server"
+            raise refuse_value(what, "give NAME=http://HOST:PORT") from None
     if len({server.partition("=")[0] for server in servers}) < len(servers):
-        raise ValueError("two servers have the same name: give each its own")
+        raise refuse_value("two servers have the same name", "give each its own")
     return servers
 
 

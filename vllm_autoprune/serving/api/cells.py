@@ -22,11 +22,15 @@ from vllm.multimodal.inputs import MultiModalFieldConfig
 from vllm_autoprune.errors import Refusal, RequestError
 from vllm_autoprune.serving.api.budgets import RequestBudgets
 from vllm_autoprune.serving.identities import make_identity
-from vllm_autoprune.serving.inputs import CELL, CELLS_FIELD, count_patches
+from vllm_autoprune.serving.inputs import (
+    CELL,
+    CELLS_FIELD,
+    IMAGE_GRID,
+    count_patches,
+)
 from vllm_autoprune.serving.plan import ENTRY
 from vllm_autoprune.tpdsl.cells import VERSION, Cells, kept_cells
 
-_GRIDS = "image_grid_thw"
 _PIXELS = "pixel_values"
 
 _CHANNELS = 3
@@ -159,7 +163,7 @@ def trim_images(trimming: Trimming | None) -> Iterator[None]:
 def _drop_cells(data: BatchFeature, rule: Cells) -> BatchFeature:
     """The tensors of one image with pixel rows of kept cells only, and its anchors ``(1, N)``."""
     pixels = data[_PIXELS]
-    ((frames, height, width),) = data[_GRIDS].tolist()
+    ((frames, height, width),) = data[IMAGE_GRID].tolist()
     if pixels.dtype != torch.uint8 or frames != 1 or pixels.shape[1] % _CHANNELS:
         _UNCOMPARED.inc()
         return data
@@ -190,7 +194,7 @@ def trimmed_fields(
         return fields
     rows = [
         count_patches(anchors, grid)
-        for anchors, grid in zip(data[CELLS_FIELD], data[_GRIDS], strict=True)
+        for anchors, grid in zip(data[CELLS_FIELD], data[IMAGE_GRID], strict=True)
     ]
     return {
         **fields,
