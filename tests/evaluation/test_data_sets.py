@@ -429,6 +429,28 @@ def test_columns_that_a_data_set_never_has_keep_their_meaning(tmp_path: Path) ->
     assert "'question' is missing" in refuse_questions(path)[0]
 
 
+@pytest.mark.parametrize("column", ["options", "choices"])
+@pytest.mark.parametrize(
+    ("answer", "accepted"),
+    [("B", ("B", "2")), ("3", ("A", "3")), (2, ("B", "2")), (0, ("A", "3"))],
+)
+def test_options_of_ones_own_are_asked_and_scored_by_letter_text_or_number(
+    tmp_path: Path, column: str, answer: object, accepted: tuple[str, ...]
+) -> None:
+    line = {"image": "a.png", "question": "How many?", column: ["3", "2"]}
+    write(tmp_path, {"q.jsonl": jsonl({**line, "answer": answer, "category": "c"})})
+    text = (
+        "How many?\nA. 3\nB. 2\n"
+        "Answer with the option's letter from the given choices directly."
+    )
+    assert list_asked(tmp_path / "q.jsonl") == [
+        (text, accepted, "choice", "c", ["a.png"])
+    ]
+    write(tmp_path, {"q.jsonl": jsonl({**line, "answers": ["3", "2"]})})
+    problem = refuse_questions(tmp_path / "q.jsonl")[0]
+    assert "has 2 answers, and options" in problem
+
+
 WRONG = {
     "an answer that is no option": (
         {**SCIENCE, "image": "a.png", "answer": 5},

@@ -149,7 +149,7 @@ def _read_cells(header: Header, cells: Sequence[str]) -> dict[str, Any] | str:
 
 
 def _read_cell(name: str, cell: str) -> object:
-    """A cell's text, its list, or None where nothing is in it."""
+    """A cell's text without spaces around it, its list, or None where nothing is in it."""
     text = cell.strip()
     if not text or text in _MISSING:
         return None
@@ -157,7 +157,7 @@ def _read_cell(name: str, cell: str) -> object:
         value = read_list(text)
         if value is not None and not (name == "answer" and is_box(value)):
             return value
-    return cell
+    return text
 
 
 def read_list(text: str) -> list[Any] | None:

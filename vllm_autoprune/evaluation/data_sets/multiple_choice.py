@@ -1,10 +1,11 @@
-"""Questions with options about pictures: A-OKVQA, MathVista, MMMU, ScienceQA, SEED-Bench."""
+"""Questions with options about pictures: one's own, and those of published data sets."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
+from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation.answers import Rule
 from vllm_autoprune.evaluation.asked_question import AskedQuestion
 from vllm_autoprune.evaluation.data_sets.options import (
@@ -16,10 +17,36 @@ from vllm_autoprune.evaluation.data_sets.options import (
 from vllm_autoprune.evaluation.data_sets.registry import (
     Record,
     data_set,
+    find_own_fields,
+    list_texts,
+    make_own,
     make_question,
 )
 from vllm_autoprune.evaluation.data_sets.vqa import SHORT
 from vllm_autoprune.evaluation.tables import read_list
+
+
+@data_set("question options", without="choices")
+@data_set("question choices", without="options")
+def read_own_options(record: Record) -> AskedQuestion:
+    """A question of this project's form with options.
+
+    Its answer is a letter, an option's text, or an option's number from 0.
+    """
+    column = "options" if "options" in record.fields else "choices"
+    if record.fields[column] is None:
+        return make_own(record)
+    options = read_options(record, column)
+    other_fields = {n: value for n, value in record.fields.items() if n != column}
+    fields = find_own_fields(record._replace(fields=other_fields))
+    answers = list_texts(fields.pop("answers", None) or fields.pop("answer", None))
+    if len(answers) > 1:
+        what = f"has {len(answers)} answers, and options"
+        fix = "give one, or leave the options out"
+        raise ConfigError.of(record.where, what, fix, subject="data")
+    answer = answers[0] if answers else None
+    letter = find_letter(record, options, answer, "letter", "text", "number")
+    return ask_options(record, options, letter, fields)
 
 
 @data_set(

@@ -268,15 +268,20 @@ def make_question(
     return AskedQuestion(record.where, turns, answers, rule, line.category, line.pair)
 
 
-def make_own(record: Record) -> AskedQuestion:
-    """The question of a record in this project's columns; others are passed over and named."""
+def find_own_fields(record: Record) -> dict[str, object]:
+    """The fields of a record in this project's columns; others are passed over and named."""
     fields = dict[str, object]()
     for name, value in record.fields.items():
         if name in _OWN:
             fields[name] = value
         elif value is not None:
             record.file.passed_over[name] = None
-    return make_question(record, fields)
+    return fields
+
+
+def make_own(record: Record) -> AskedQuestion:
+    """The question of a record in this project's columns."""
+    return make_question(record, find_own_fields(record))
 
 
 def usual_rule(answer: object) -> Rule:
