@@ -363,7 +363,7 @@ async def _search(
 ) -> WinnerRecord:
     """The winner of a search, whose servers are asked first whether they take its requests."""
     from offline_search.endpoint import EndpointProposer, EndpointSettings
-    from offline_search.ledger import Ledger
+    from offline_search.ledger import Ledger, WinnerRecord
     from offline_search.report import ProgressLog
     from offline_search.rounds import probes_from_checkpoint
     from offline_search.search import Search
@@ -391,8 +391,8 @@ async def _search(
         changes: dict[str, object] = {"evaluator": evaluator.name}
         proposer: EndpointProposer | None = None
         if settings.proposer and flags.proposer_url is not None:
-            if not probes:
-                await evaluator.read_image_facts()
+            if not probes and ledger.find(WinnerRecord, "chosen") is None:
+                await evaluator.read_image_facts()  # for prompts that are still to come
             endpoint = EndpointSettings(
                 flags.proposer_url,
                 settings.proposer,
