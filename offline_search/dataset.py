@@ -34,22 +34,22 @@ Split = Literal["search", "validation", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 
 _SHARES: Mapping[Split, int] = {"search": 5, "validation": 2, "test": 3}
-"""Images of each split, of every ten."""
+"""Number of images that each split gets out of every ten."""
 _MINIMUM_IMAGES = sum(_SHARES.values())
-"""With fewer, no split of one source has its share."""
+"""Fewest images that can be divided by ``_SHARES``."""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Three splits of questions, each in evaluation order, and the path that they were read from.
+    """Three splits of questions in evaluation order, and the path that they were read from.
 
-    ``note`` says how one source was split; empty for a data folder.
+    ``note`` says how a source without splits was divided; it is empty for a data folder.
     """
 
     folder: Path
     splits: Mapping[Split, Sequence[Example]]
     images: Mapping[str, Picture] = field(default_factory=dict)
-    """By the examples' ``image``."""
+    """Pictures by the ``image`` of the examples."""
     note: str = ""
 
     @cached_property
@@ -59,9 +59,10 @@ class Dataset:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def in_blocks(self, size: int, seed: int) -> Dataset:
-        """The data set with its search split in stratified order, if that is longer than a block.
+        """The data set with its search split in stratified order if it has over ``size`` questions.
 
-        Else as it is: all of it is asked, and orders of older searches stay.
+        A shorter search split is always asked as a whole. Its order does not change, so that
+        ledgers of older searches can be replayed.
         """
         pool = self.splits["search"]
         if len(pool) <= size:
@@ -71,17 +72,17 @@ class Dataset:
         return replace(self, splits={**self.splits, "search": ordered})
 
     def messages(self, example: Example) -> list[dict[str, object]]:
-        """What a server is asked, as chat messages."""
+        """The chat messages that ask a server the question of ``example``."""
         return render(ask(example.question, self.images[example.image]), Picture.part)
 
 
 def read_dataset(data: Path, seed: int = 0, limit: int | None = None) -> Dataset:
     """Read and validate the splits, shuffle each by image, and keep at most ``limit`` images.
 
-    ``data`` is a data folder, or any other source of questions, which is split by image. Shuffled,
-    because early stopping looks at the first examples only; whole images, because a server computes
-    an image's features once. Raises :class:`ConfigError` that lists every problem: those of
-    ``vllm-autoprune eval``, images in two splits, and fewer images than can be split.
+    ``data`` is a data folder, or any other source of questions, which is split by image. Images are
+    shuffled because early stopping looks at the first examples only; questions about an image stay
+    together because a server computes its features once. Raises :class:`ConfigError` that lists
+    every problem: those of ``vllm-autoprune eval``, images in two splits, and too few images.
     """
     fix = "give a file of questions, or a folder with search.jsonl, validation.jsonl and test.jsonl"
     problems: list[Problem] = []
@@ -120,7 +121,7 @@ def read_dataset(data: Path, seed: int = 0, limit: int | None = None) -> Dataset
 
 
 def _describe(examples_of: Mapping[Split, Sequence[Example]]) -> str:
-    """Questions and images of each split, and questions of each category in each."""
+    """A sentence with the questions and images of each split, and its questions by category."""
     parts = []
     for split, examples in examples_of.items():
         images = len({example.image for example in examples})
@@ -138,10 +139,11 @@ def _describe(examples_of: Mapping[Split, Sequence[Example]]) -> str:
 def _split_images(
     source: Path, images: Iterable[tuple[str, str]], seed: int, problems: list[Problem]
 ) -> dict[str, Split]:
-    """The split of each image; of a category each has its share, within one image.
+    """Assign each image to a split.
 
-    ``images`` are a name and a category of each; the first category of a name counts. Too few are
-    added to ``problems``.
+    Every category is divided by ``_SHARES``, to within one image per split. ``images`` are pairs of
+    an image's name and a category; the first category of a name counts. Returns the split of each
+    name. If there are too few images, adds that to ``problems``.
     """
     category_of: dict[str, str] = {}
     for name, category in images:
@@ -153,7 +155,7 @@ def _split_images(
         names = sorted(name for name in category_of if category_of[name] == category)
         rng.shuffle(names)
         for name in names:
-            # To the split that lacks most of its share of all images so far.
+            # The image goes to the split that lacks most of its share of all images so far.
             total = len(split_of) + 1
             lacks = {
                 split: total * _SHARES[split] - _MINIMUM_IMAGES * counts[split]
@@ -171,10 +173,11 @@ def _split_images(
 
 
 def stratify(questions: Sequence[tuple[str, str]], seed: int) -> list[int]:
-    """An order of questions, each an image and a category, of which any part is stratified.
+    """Stratified order of ``questions``, which are pairs of an image and a category.
 
-    Any consecutive questions have every category in proportion, but for a question or two. The
-    questions of an image stay together, and count for the categories that it has.
+    Returns indices. In any run of consecutive questions, the number in each category is
+    proportional to its size, to within a question or two. Questions about an image stay together;
+    images with the same set of categories form a stratum.
     """
     rng = random.Random(seed)
     images = dict[str, list[int]]()
@@ -187,7 +190,7 @@ def stratify(questions: Sequence[tuple[str, str]], seed: int) -> list[int]:
     keyed: list[tuple[float, list[int]]] = []
     for groups in strata.values():
         rng.shuffle(groups)
-        # Evenly spread over the order, from a random start on.
+        # Images of a stratum are spread evenly over the order, from a random start on.
         start = rng.random()
         for number, indices in enumerate(groups):
             keyed.append(((number + start) / len(groups), indices))
@@ -196,9 +199,9 @@ def stratify(questions: Sequence[tuple[str, str]], seed: int) -> list[int]:
 
 
 def cut_blocks(images: Sequence[str], size: int) -> list[slice]:
-    """Consecutive blocks of about equal length, of at most about ``size`` questions.
+    """Divide questions into consecutive blocks of about equal length, at most about ``size``.
 
-    No image is in two.
+    ``images`` has the image of each question; no image is in two blocks.
     """
     count = -(-len(images) // size)
     starts = [0]
@@ -217,10 +220,11 @@ def write_split(path: Path, examples: Sequence[Example]) -> None:
 
 
 def convert_mme(source: Path, target: Path, seed: int = 0) -> dict[Split, int]:
-    """Write MME's categories, a folder each, as a data folder; returns the questions of each split.
+    """Convert MME, which has one folder for each category, to a data folder.
 
-    The two questions about an image are a pair. An image of several categories is in one split,
-    that of the first. Raises :class:`ConfigError` with every problem.
+    Returns the number of questions in each split. The two questions about an image are a pair. An
+    image in several categories is assigned to a split by the first of them. Raises
+    :class:`ConfigError` with every problem.
     """
     problems: list[Problem] = []
     splits: dict[Split, list[Example]] = {split: [] for split in SPLITS}

@@ -278,7 +278,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         task = words["--tasks"]
         runs.append({**options["env"], **words, **run})
         benchmark = next(row for row in BENCHMARKS if row.task == task)
-        if benchmark.judge is not None and "OPENAI_API_URL" not in options["env"]:
+        if benchmark.judge_path is not None and "OPENAI_API_URL" not in options["env"]:
             options["stdout"].write(b"failed to get a score")
         for path in (FILES / "answered").rglob("*.json*"):
             text = path.read_text().replace("minillava_accuracy", benchmark.metrics[0])
@@ -370,6 +370,25 @@ def test_a_judge_is_asked_as_its_task_asks_and_without_one_the_report_is_not_val
     assert call("mmvet,mmbench_en_dev", "--resume", "--judge-url", judge) == 0
     urls = {run["--tasks"]: run["OPENAI_API_URL"] for run in runs}
     assert urls == {"mmbench_en_dev": judge, "mmvet": "http://judge:1/v1"}
+
+
+def test_a_program_that_fails_after_it_wrote_samples_is_not_said_to_have_none(
+    call: Callable[..., int],
+    runs: list[dict[str, Any]],
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_samples = subprocess.run
+
+    def run(command: Sequence[str], **options: Any) -> SimpleNamespace:
+        result = write_samples(command, **options)
+        return SimpleNamespace(**{"stdout": "", **vars(result), "returncode": 1})
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert call("gqa") == 1
+    assert len(runs) == 1
+    captured = capsys.readouterr()
+    assert "lmms-eval: ended with 1 -> see " in captured.out + captured.err
 
 
 @parametrize_from_file("version", "message")

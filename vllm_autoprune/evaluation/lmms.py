@@ -1,7 +1,7 @@
 """Benchmarks through lmms-eval, another program: one run of it for every task in every case.
 
 Complete runs are not repeated. lmms-eval scores the error message of a failed request like an
-answer; here it is a failure.
+answer; here such a request counts as failed.
 """
 
 from __future__ import annotations
@@ -50,16 +50,19 @@ _LOG = "lmms-eval.log"
 
 @dataclass(frozen=True)
 class _Benchmark:
-    """One column: the sum of a task's metrics times ``scale``; by default its first metric."""
+    """A column of the tables: the sum of a task's ``metrics``, times ``scale``.
+
+    Without ``metrics`` it is the first metric of the task.
+    """
 
     name: str
     task: str
     metrics: tuple[str, ...] = ()
     scale: float = 100.0
-    judge: str | None = None
-    """What the OPENAI_API_URL of its task has behind ``/v1``: nothing for the judges of
-    lmms_eval/llm_judge, which give it to OpenAI's client, or the path that the task posts to
-    (tasks/mmbench/mmbench_evals.py, tasks/hallusion_bench/utils.py). None: it asks no judge."""
+    judge_path: str | None = None
+    """Path that OPENAI_API_URL has behind ``/v1``; None if the task asks no judge. It is empty for
+    the judges of lmms_eval/llm_judge, which pass the URL to OpenAI's client; other tasks post to
+    the URL itself (tasks/mmbench/mmbench_evals.py, tasks/hallusion_bench/utils.py)."""
 
 
 _EXACT = ("exact_match",)
@@ -76,20 +79,21 @@ BENCHMARKS: tuple[_Benchmark, ...] = (
     _Benchmark("TextVQA", "textvqa_val", _EXACT),
     _Benchmark("POPE", "pope", ("pope_f1_score",)),
     _Benchmark(MME, "mme", ("mme_perception_score", "mme_cognition_score"), 1.0),
-    _Benchmark("MMB-EN", "mmbench_en_dev", _GPT, 1.0, judge=_CHAT),
-    _Benchmark("MMB-CN", "mmbench_cn_dev", _GPT, 1.0, judge=_CHAT),
-    _Benchmark("MM-Vet", "mmvet", _GPT, 1.0, judge=""),
+    _Benchmark("MMB-EN", "mmbench_en_dev", _GPT, 1.0, judge_path=_CHAT),
+    _Benchmark("MMB-CN", "mmbench_cn_dev", _GPT, 1.0, judge_path=_CHAT),
+    _Benchmark("MM-Vet", "mmvet", _GPT, 1.0, judge_path=""),
     _Benchmark("ChartQA", "chartqa", ("relaxed_overall",)),
     _Benchmark("AI2D", "ai2d", _EXACT),
-    _Benchmark("HallBench", "hallusion_bench_image", ("aAcc",), 1.0, judge=_CHAT),
+    _Benchmark("HallBench", "hallusion_bench_image", ("aAcc",), 1.0, judge_path=_CHAT),
     _Benchmark("OCRBench", "ocrbench", ("ocrbench_accuracy",)),
 )
 
 _BOXES = "ACC@0.5"
-"""How metrics end that are the share of boxes whose IoU with the true one is at least 0.5."""
+"""Suffix of metrics that are the share of boxes whose IoU with the true box is at least 0.5."""
 
-# Of 0.7.3, of which refcoco_bbox_val and the like are captions. The box is asked for as fractions
-# of the sides of the image, after one expression; or as JSON in pixels or thousandths, after all.
+# Tasks of 0.7.3 that ask for boxes; its refcoco_bbox_val and the like ask for captions. Prompts of
+# _REC give one expression and ask for fractions of the image's sides; prompts of _JSON give all
+# expressions and ask for JSON in pixels or thousandths.
 _REC = ("refcoco_" + _BOXES,)
 _JSON = ("refcoco_grounding_" + _BOXES,)
 _GROUNDING = tuple(
@@ -116,10 +120,11 @@ COLUMN_SETS = {
 def select_benchmarks(
     names: str, *, cognition: bool, with_tasks: bool
 ) -> list[_Benchmark]:
-    """Benchmarks by column, task or set, separated by commas, in the order of the paper.
+    """Benchmarks that ``names`` lists by column, task or set, in the order of the paper.
 
-    ``cognition``: it is part of MME, as on Qwen. ``with_tasks``: any other name is a task of the
-    user's, and comes last. Raises :class:`ConfigError`.
+    ``names`` are separated by commas. ``cognition``: whether MME includes its cognition score, as
+    on Qwen. ``with_tasks``: whether an unknown name is a task of the user's; those come last.
+    Raises :class:`ConfigError`.
     """
     rows = (*BENCHMARKS, *_GROUNDING)
     columns = {key.lower(): row.name for row in rows for key in (row.name, row.task)}
@@ -145,18 +150,18 @@ def select_benchmarks(
 
 @dataclass
 class LmmsSuite:
-    """Benchmarks that lmms-eval asks one server in every case."""
+    """Benchmarks that lmms-eval runs on one server, once for each case."""
 
     server: Server
     cases: Sequence[Case]
     benchmarks: Sequence[_Benchmark]
     program: str
     folder: Path
-    """It receives the files of lmms-eval."""
+    """Folder for the output files of lmms-eval."""
     mme_divisor: float
     limit: int | None = None
     include: Path | None = None
-    """A folder of further tasks."""
+    """Folder with further tasks."""
     judge_url: str | None = None
     """Address of an OpenAI-compatible judge, for the tasks that ask one."""
 
@@ -178,7 +183,7 @@ class LmmsSuite:
         return f"{cases} cases x {tasks} tasks: {cases * tasks:,} runs of lmms-eval"
 
     def measure(self, journal: Journal) -> None:
-        """Run what is not complete, after checking lmms-eval and the server."""
+        """Run the tasks whose totals ``journal`` lacks, after checking lmms-eval and the server."""
         runs = [
             (case, benchmark)
             for case, benchmark in itertools.product(self.cases, self.benchmarks)
@@ -192,7 +197,7 @@ class LmmsSuite:
             os.path.abspath(path) if (path := shutil.which(name)) else name,
             *more,
         ]
-        # Before the first task, which may take hours.
+        # The version is checked before the first task, because a task may take hours.
         version = ""
         with contextlib.suppress(OSError):
             process = subprocess.run(
@@ -212,13 +217,13 @@ class LmmsSuite:
         progress = tqdm(runs, unit="task")
         for case, benchmark in progress:
             progress.set_description(f"{case.name}: {benchmark.task}")
-            # lmms-eval would ask a dead one every question.
+            # Without this check, lmms-eval would send every question to a server that has died.
             client = ServerClient(self.server.url, self.server.connection)
             with client, client.reporting_failures():
                 client.list_models()
-            # Absolute, because lmms-eval runs in it.
+            # Absolute, because it is lmms-eval's working directory.
             folder = self.folder.absolute() / case.name / benchmark.task
-            shutil.rmtree(folder, ignore_errors=True)  # of a run that was not complete
+            shutil.rmtree(folder, ignore_errors=True)  # files of an incomplete run
             folder.mkdir(parents=True)
             self._run(program, case, benchmark, folder)
             journal.append(_read_output(folder, benchmark, case.name))
@@ -226,13 +231,16 @@ class LmmsSuite:
     def _run(
         self, program: Sequence[str], case: Case, benchmark: _Benchmark, folder: Path
     ) -> None:
-        """Run one task, with its own decoding and prompts; raises :class:`EvaluationError`."""
+        """Run one task with the task's own decoding and prompts, and write its files to ``folder``.
+
+        Raises :class:`EvaluationError`.
+        """
         url, connection, model, max_in_flight = self.server
         arguments = {
             "model_version": model,
             "base_url": f"{server_address(url)}/v1",
             "num_concurrent": max_in_flight,
-            # Limits num_concurrent even if nothing adapts; its default is 128.
+            # This limits num_concurrent even without adaptive concurrency; its default is 128.
             "adaptive_max_concurrency": max_in_flight,
             "max_retries": 3,
             "prefix_aware_queue": False,  # it reorders requests by their text
@@ -258,6 +266,8 @@ class LmmsSuite:
         command += ["--limit", str(self.limit)] if self.limit is not None else []
         run = {
             "pruning": case.pruning,
+            # Title case, because older releases of OpenAI's client merge headers by exact name: a
+            # lower-case "authorization" would not replace their own "Authorization".
             "headers": {name.title(): v for name, v in connection.headers(url).items()},
             "insecure": connection.insecure,
             "images": str(folder / _IMAGES),
@@ -274,8 +284,8 @@ class LmmsSuite:
         if connection.ca_file:
             variables["SSL_CERT_FILE"] = str(connection.ca_file.absolute())
         judge_url = self.judge_url or os.environ.get("OPENAI_API_URL")
-        if judge_url and benchmark.judge is not None:
-            variables["OPENAI_API_URL"] = api_address(judge_url) + benchmark.judge
+        if judge_url and benchmark.judge_path is not None:
+            variables["OPENAI_API_URL"] = api_address(judge_url) + benchmark.judge_path
         with (folder / _LOG).open("wb") as log:
             process = subprocess.run(
                 command,
@@ -283,13 +293,17 @@ class LmmsSuite:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 check=False,
-                # Elsewhere lmms-eval would take a folder that is named like the task for the task.
+                # lmms-eval takes a folder in its working directory that is named like the task for
+                # the task.
                 cwd=folder,
                 env=variables,
             )
-        # It exits with 0 even after an exception.
-        if process.returncode or not any(folder.rglob("*_samples_*.jsonl")):
-            what = f"ended with {process.returncode} and no samples of {benchmark.task}"
+        # lmms-eval exits with 0 even after an exception.
+        has_samples = any(folder.rglob("*_samples_*.jsonl"))
+        if process.returncode or not has_samples:
+            what = f"ended with {process.returncode}"
+            if not has_samples:
+                what += f" and no samples of {benchmark.task}"
             fix = f"see {folder / _LOG}, fix the cause and add --resume"
             raise EvaluationError.of("lmms-eval", what, fix)
 
@@ -299,13 +313,13 @@ _FAILED = re.compile(r'\[LMMS_EVAL_(REQUEST_FAILED|BUDGET_EXCEEDED)[^"]{,300}')
 
 _UNJUDGED = re.compile(
     r"failed to get a score"  # tasks/mmvet/utils.py: the score is then 0.0
-    # tasks/hallusion_bench/utils.py: "unclear", or what the judge said of the question before
+    # tasks/hallusion_bench/utils.py: the verdict is then "unclear", or that on the question before
     r"|All \d+ attempts failed\. Last error message"
-    # tasks/mmbench/mmbench_evals.py: in the end an option is drawn at random
+    # tasks/mmbench/mmbench_evals.py: after the last attempt an option is drawn at random
     r"|GPT API failed to answer|GPT output includes 0"
 )
-"""What lmms-eval logs where a judge did not answer or cannot be understood; it goes on all the
-same, and most of it is nowhere else."""
+"""What lmms-eval logs if a judge does not answer or its answer cannot be parsed. The sample is
+scored all the same, and most of these failures appear only in the log."""
 
 
 def _compute_iou(box: Sequence[float], other: Sequence[float]) -> float:
@@ -318,7 +332,7 @@ def _compute_iou(box: Sequence[float], other: Sequence[float]) -> float:
 
 
 def _check_total(scores: Sequence[float], total: float, metric: str) -> None:
-    """Raise ValueError where boxes are not scored as lmms-eval scores them."""
+    """Raise ValueError if the mean of ``scores`` differs from the ``total`` of lmms-eval."""
     if not scores:
         raise ValueError(f"no box has the score {metric}")
     mean = float(np.mean(scores))
@@ -333,7 +347,7 @@ class _TokenCounts(BaseModel):
 
 
 class _Sample(BaseModel, extra="allow"):
-    """A line of the samples: the logged responses, and further fields named as the metrics."""
+    """A line of the samples file: logged responses, and a further field for each metric."""
 
     doc_id: int | str
     filtered_resps: Any
@@ -358,7 +372,7 @@ class _BoxJudgement(BaseModel):
 
 
 class _ImageOfSample(BaseModel):
-    """A line that our plugin writes."""
+    """A line of the images file, which our plugin writes."""
 
     doc_id: int | str
     image: str | None
@@ -377,7 +391,7 @@ class _SampleCount(BaseModel):
 
 
 class _Summary(BaseModel):
-    """The results of one run, by task."""
+    """The results file of one run, by task."""
 
     results: dict[str, dict[str, Any]]
     """Keys of the results have the form ``metric,filter``."""
@@ -391,7 +405,7 @@ _M = TypeVar("_M", bound=BaseModel)
 
 @dataclass(frozen=True)
 class _Output:
-    """The files of one run, in which every sample of the task is found."""
+    """The output files of one run, which are complete: they have every sample of the task."""
 
     benchmark: _Benchmark
     samples: Sequence[_Sample]
@@ -400,14 +414,14 @@ class _Output:
     points: float
     """The sum of the metrics over all samples, as lmms-eval reports it."""
     log: str
-    """What was printed; empty for a task that asks no judge."""
+    """What lmms-eval printed; empty for a task that asks no judge."""
 
     @classmethod
     def read(cls, folder: Path, benchmark: _Benchmark) -> _Output:
-        """Raises OSError or ValueError for files that are missing or of another form."""
+        """Read the files in ``folder``; raises OSError or ValueError if one is missing or wrong."""
         task = benchmark.task
         (path,) = folder.rglob(f"*_samples_{task}.jsonl")
-        # Tasks write more such files, as MMBench its submissions/mmbench_en_dev_results.json.
+        # Tasks write more files of such names: MMBench's submissions/mmbench_en_dev_results.json.
         stamp = path.name.removesuffix(f"_samples_{task}.jsonl")
         text = path.with_name(f"{stamp}_results.json").read_text("utf-8")
         summary = _Summary.model_validate_json(text)
@@ -430,7 +444,7 @@ class _Output:
                 f"{len(samples)} samples, but lmms-eval reports {expected}"
             )
         log = ""
-        if benchmark.judge is not None:
+        if benchmark.judge_path is not None:
             log = (folder / _LOG).read_text(errors="replace")
         return cls(
             benchmark,
@@ -444,7 +458,7 @@ class _Output:
     def read_sample(
         self, sample: _Sample, metric: str, case: str
     ) -> tuple[Question, Answer]:
-        """One question, and its answer as the metric judges it."""
+        """The question of ``sample``, and its answer in ``case`` with the score of ``metric``."""
         task = self.benchmark.task
         fields = sample.model_extra or {}
         judgement = fields[metric]
@@ -463,7 +477,8 @@ class _Output:
             category=category,
             pair=pair,
         )
-        # A task's filters may have changed the logged response, also of a failed request.
+        # A task's filter may have rewritten the error message of a failed request, so the
+        # unfiltered response is searched too.
         failed = _FAILED.search(json.dumps([sample.filtered_resps, sample.resps]))
         if failed or not sample.prompt_tokens:
             failure = "no prompt tokens were counted: the request failed"
@@ -492,7 +507,7 @@ def _read_lines(path: Path, model: type[_M]) -> list[_M]:
 def _read_output(
     folder: Path, benchmark: _Benchmark, case: str
 ) -> Sequence[Question | Answer | Total]:
-    """The files of one run: questions, answers, and last the total, unless a request failed.
+    """Questions and answers in the files of one run, and last the total unless a request failed.
 
     Raises :class:`EvaluationError` for files that are missing, incomplete or of another form.
     """
@@ -502,7 +517,7 @@ def _read_output(
         output = _Output.read(folder, benchmark)
         for sample in output.samples:
             named = sample.model_extra or {}
-            # Of MME, a sample has the metric of its half.
+            # A sample of MME has one of its two metrics: perception or cognition.
             for metric in [name for name in output.metrics if name in named][:1]:
                 question, answer = output.read_sample(sample, metric, case)
                 questions.append(question)

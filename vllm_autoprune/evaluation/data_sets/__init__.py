@@ -1,7 +1,7 @@
-"""Readers of the kinds of records that people have; each file registers its own.
+"""Readers of data sets' records; each module registers its own.
 
-To add a data set, write a function under :func:`~registry.data_set` with the columns that its
-publisher gives it, in a file here.
+To add a data set, write a reader in a module here and decorate it with
+:func:`~registry.data_set`, which takes the columns that its publisher uses.
 """
 
 from importlib import import_module

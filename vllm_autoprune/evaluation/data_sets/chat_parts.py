@@ -9,7 +9,7 @@ from vllm_autoprune.stream import one_line
 
 
 def read_part(record: Record, part: object) -> dict[str, str] | PictureSource:
-    """The text or the picture of a part of a message; raises :class:`ConfigError` for another."""
+    """A message's ``part`` as a text part or a picture; raises :class:`ConfigError` otherwise."""
     match part:
         case str(text) | {
             "type": "text" | "input_text" | "output_text",

@@ -25,14 +25,14 @@ _ROLES = {
     "chatgpt": "assistant",
     "model": "assistant",
 }
-"""Names of roles in conversations; others are as in chat requests."""
+"""Roles of chat requests by the names that conversations use; other names are not changed."""
 _WITHOUT_PICTURE = "without a picture"
 
 
 def unwrap_request(record: Any) -> Any:
-    """The body of a chat request, which a gateway may log as text; another record as it is.
+    """The body of a logged chat request, which may be JSON text; other records are not changed.
 
-    DashScope has the messages in ``input``, a batch of Anthropic's the request in ``params``.
+    DashScope puts the messages into ``input``; Anthropic's batches put the request into ``params``.
     """
     body = record
     for name in ("request", "params", "body", "request_body", "input"):
@@ -46,7 +46,7 @@ def unwrap_request(record: Any) -> Any:
 
 
 def _is_responses(value: object) -> bool:
-    """Whether this is the input of a request of the Responses API."""
+    """Whether ``value`` is the ``input`` of a request to the Responses API."""
     return isinstance(value, list) and any(
         isinstance(item, dict) and "role" in item for item in value
     )
@@ -54,7 +54,7 @@ def _is_responses(value: object) -> bool:
 
 @data_set("messages", others="images image videos video system solution")
 def read_messages(record: Record) -> AskedQuestion | str:
-    """Chat messages of OpenAI's, Anthropic's or Qwen's form, or with media beside them."""
+    """Chat messages in the form of OpenAI, Anthropic or Qwen, or with media in columns beside."""
     return read_turns(record, record.fields["messages"])
 
 
@@ -93,7 +93,7 @@ def read_instruction(record: Record) -> AskedQuestion | str:
 def _read_pair(
     record: Record, query: str, more: str, response: str
 ) -> AskedQuestion | str:
-    """The question of two columns, after the turns of its history."""
+    """A conversation: ``history``, then a question in ``query`` and ``more`` with its response."""
     fields = record.fields
     history = fields.get("history")
     pairs = list(history) if isinstance(history, list) else []
@@ -107,9 +107,10 @@ def _read_pair(
 
 
 def read_turns(record: Record, turns: object) -> AskedQuestion | str:
-    """The question of turns with media; the last turn is its answer if it is the assistant's.
+    """The question that ``turns`` ask; if the last turn is the assistant's, it is the answer.
 
-    A turn has its ``role`` and ``content``, or is ``from`` somebody with a ``value``.
+    A turn has a ``role`` and ``content``, or ``from`` and ``value``. Returns the reason why the
+    record is left out if no turn has media.
     """
     turns = parse(turns) if isinstance(turns, str) else turns
     messages = list[dict[str, Any]]()
@@ -134,7 +135,7 @@ def read_turns(record: Record, turns: object) -> AskedQuestion | str:
 
 
 def _read_turn(record: Record, turn: object) -> dict[str, Any]:
-    """The message of a turn, whose other fields, such as calls of tools, stay."""
+    """``turn`` as a message with a role and content; other fields, such as tool calls, stay."""
     if isinstance(turn, dict):
         fields = dict(turn)
         if "from" in fields:
@@ -160,10 +161,10 @@ _MARK = re.compile("(<image>|<video>|<img>[^<]+</img>)")
 
 
 def _place_media(record: Record, messages: Sequence[dict[str, Any]]) -> None:
-    """Put media that a record has beside its messages in the places of their marks.
+    """Replace the marks in ``messages`` by the media in columns of ``record``.
 
-    Without a mark they are before the user's first text, as ms-swift has it. Raises
-    :class:`ConfigError` for another number of marks.
+    Without marks, the media are put before the user's first text, as in ms-swift. Raises
+    :class:`ConfigError` if the number of marks is not that of the media.
     """
     fields = record.fields
     media = {
@@ -171,7 +172,7 @@ def _place_media(record: Record, messages: Sequence[dict[str, Any]]) -> None:
         "<video>": list_media(fields.get("videos") or fields.get("video")),
     }
     if media["<video>"] and not media["<image>"]:
-        # LLaVA marks a video as an image.
+        # LLaVA marks a video with <image> too.
         for message in messages:
             if isinstance(message["content"], str):
                 message["content"] = message["content"].replace("<image>", "<video>")
@@ -194,7 +195,7 @@ def _place_media(record: Record, messages: Sequence[dict[str, Any]]) -> None:
 
 
 def _split_marks(content: object) -> list[object]:
-    """The parts of a message, in which a mark is by itself."""
+    """The parts of a message's ``content``, split so that every mark is a part of its own."""
     if isinstance(content, str):
         return [piece.strip() for piece in _MARK.split(content) if piece.strip()]
     parts = content if isinstance(content, list) else []
@@ -202,14 +203,17 @@ def _split_marks(content: object) -> list[object]:
 
 
 def _read_mark(part: object) -> object:
-    """The mark of TRL's part that has a type alone; another part as it is."""
+    """The mark for a part of TRL that has only a ``type``; other parts are returned unchanged."""
     if isinstance(part, dict) and [n for n in part if part[n] is not None] == ["type"]:
         return f"<{part['type']}>"
     return part
 
 
 def _place(part: object, queues: Mapping[str, Iterator[object]]) -> object:
-    """The next file of a mark, or the one that Qwen's has in it; another part as it is."""
+    """``part`` with a mark replaced by the next file of its queue, or by the one that it names.
+
+    Qwen's ``<img>`` marks name their file. Parts that are no mark are returned unchanged.
+    """
     if not isinstance(part, str):
         return part
     if part in queues:

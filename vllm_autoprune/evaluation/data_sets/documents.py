@@ -12,7 +12,7 @@ from vllm_autoprune.evaluation.data_sets.registry import (
 from vllm_autoprune.evaluation.data_sets.vqa import SHORT
 
 _SINGLE = "\nAnswer the question with a single word."
-"""Asked by lmms-eval behind ChartQA's questions."""
+"""lmms-eval appends this to ChartQA's questions."""
 
 
 @data_set("imgname query label")
@@ -58,7 +58,7 @@ def read_docvqa(record: Record) -> AskedQuestion:
 @data_set("dataset question question_type answer image")
 @data_set("dataset_name question type answers image_path", others="id")
 def read_ocrbench(record: Record) -> AskedQuestion:
-    """A question of OCRBench, whose answer is somewhere in the text."""
+    """A question of OCRBench; a reply is right if it contains an answer."""
     fields = record.fields
     source = fields.get("dataset") or fields.get("dataset_name")
     rule: Rule = "contains_formula" if source == "HME100k" else "contains"

@@ -15,7 +15,7 @@ from vllm_autoprune.evaluation.data_sets.registry import (
     others="input input_media resps category",
 )
 def read_lmms_sample(record: Record) -> AskedQuestion:
-    """A sample that names its picture."""
+    """The question of a logged sample; raises :class:`ConfigError` if its picture was not kept."""
     fields = record.fields
     arguments = fields.get("arguments")
     prompts = [fields.get("input")]

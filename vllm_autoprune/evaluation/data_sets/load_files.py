@@ -15,7 +15,7 @@ from vllm_autoprune.evaluation.data_sets.registry import (
 
 @data_set("prompt image_files", others="output_tokens")
 def read_custom_image(record: Record) -> AskedQuestion:
-    """A prompt of vLLM's ``custom_image`` about files."""
+    """A record of vLLM's ``custom_image``: a prompt about the pictures in ``image_files``."""
     fields = record.fields
     asked = {"image": fields["image_files"], "question": fields["prompt"]}
     return make_question(record, asked)
@@ -23,7 +23,7 @@ def read_custom_image(record: Record) -> AskedQuestion:
 
 @data_set("content", others="output_tokens", without="role question image images")
 def read_content(record: Record) -> AskedQuestion | str:
-    """The parts of a user's message in vLLM's ``custom_image``."""
+    """A record of vLLM's ``custom_image`` whose ``content`` has the parts of a user's message."""
     message = {"role": "user", "content": record.fields["content"]}
     return read_turns(record, [message])
 
@@ -40,7 +40,10 @@ def read_content(record: Record) -> AskedQuestion | str:
     without="question answer answers label",
 )
 def read_single_turn(record: Record) -> AskedQuestion | str:
-    """A request of AIPerf's ``single_turn`` or of GenAI-Perf; several texts are its lines."""
+    """A request of AIPerf's ``single_turn`` or of GenAI-Perf; several texts are joined as lines.
+
+    The Cauldron has the same columns, with a question and its answer in each of the texts.
+    """
     fields = record.fields
     text = fields.get("text")
     if isinstance(texts := fields.get("texts"), list):
@@ -55,7 +58,7 @@ def read_single_turn(record: Record) -> AskedQuestion | str:
 def _read_pairs(
     record: Record, pairs: Sequence[Mapping[str, object]]
 ) -> AskedQuestion | str:
-    """The last question of The Cauldron's pairs, behind the earlier ones."""
+    """The Cauldron's question-answer pairs as a conversation that ends with its last question."""
     turns = [
         {"role": role, "content": pair.get(role)}
         for pair in pairs
@@ -66,5 +69,5 @@ def _read_pairs(
 
 @data_set("turns", others="session_id")
 def read_multi_turn(record: Record) -> str:
-    """A conversation of AIPerf, whose later turns follow answers that no file has."""
+    """The reason why conversations of AIPerf are left out: later turns need a server's answers."""
     return "with turns that follow a server's answers"

@@ -31,7 +31,7 @@ from vllm_autoprune.evaluation.tables import read_list
 def read_own_options(record: Record) -> AskedQuestion:
     """A question of this project's form with options.
 
-    Its answer is a letter, an option's text, or an option's number from 0.
+    The answer is the letter, the text, or the number (from 0) of an option.
     """
     column = "options" if "options" in record.fields else "choices"
     if record.fields[column] is None:
@@ -54,7 +54,7 @@ def read_own_options(record: Record) -> AskedQuestion:
     others="image image_id correct_choice_idx direct_answers rationales split",
 )
 def read_aokvqa(record: Record) -> AskedQuestion:
-    """A question of A-OKVQA, as multiple choice; COCO's numbers name its pictures."""
+    """A multiple-choice question of A-OKVQA; its pictures are files named by COCO's numbers."""
     fields = record.fields
     options = read_options(record, "choices")
     letter = find_letter(record, options, fields.get("correct_choice_idx"), "number")
@@ -78,7 +78,7 @@ def _question(fields: Mapping[str, object]) -> dict[str, object]:
     others="image split id",
 )
 def read_scienceqa(record: Record) -> AskedQuestion | str:
-    """A question of ScienceQA; its own JSON names ``image.png`` of a folder by split and number."""
+    """A question of ScienceQA; in its own JSON the picture is the file ``SPLIT/ID/image.png``."""
     fields = record.fields
     if (image := fields.get("image")) is None:
         return "without a picture"
@@ -140,7 +140,7 @@ _FORMS = {
     "float": "Answer the question using a single floating-point number with {} decimal places.",
     "list": "Answer the question using a Python list.",
 }
-"""What is asked for below MathVista's free questions, by the type of their answers."""
+"""Instruction that follows a free question of MathVista, by the type of its answer."""
 
 
 @data_set(
@@ -148,7 +148,7 @@ _FORMS = {
     others="image decoded_image query",
 )
 def read_mathvista(record: Record) -> AskedQuestion:
-    """A question of MathVista, asked for a letter or a number by itself."""
+    """A question of MathVista, with an instruction to answer with a letter or a value alone."""
     fields = record.fields
     unit = f" (Unit: {fields['unit']})" if fields["unit"] else ""
     metadata = fields["metadata"]

@@ -16,11 +16,11 @@ from vllm_autoprune.stream import one_line
 Way = Literal["letter", "number", "text"]
 """How an answer names its option."""
 DIRECTLY = "Answer with the option's letter from the given choices directly."
-"""Asked by lmms-eval below options."""
+"""lmms-eval writes this below the options."""
 
 
 def read_options(record: Record, column: str) -> list[str]:
-    """Options of a column, a list or its text as some publish it, without letters before them."""
+    """The options in ``column``: a list, or the text of one. Letters before them are removed."""
     value = record.fields[column]
     if isinstance(value, str):
         value = read_list(value)
@@ -43,9 +43,10 @@ def read_options(record: Record, column: str) -> list[str]:
 def find_letter(
     record: Record, options: Sequence[str], answer: object, *ways: Way
 ) -> str | None:
-    """The letter of an answer that is a letter, an option's number from 0, or its text.
+    """The letter of the option that ``answer`` names by its letter, number (from 0) or text.
 
-    None without an answer. Raises :class:`ConfigError` for an answer in none of the ways.
+    ``ways`` are the allowed ways, tried in order. Returns None without an answer. Raises
+    :class:`ConfigError` if no option is named.
     """
     if answer is None or not (text := str(answer).strip()):
         return None
@@ -64,7 +65,7 @@ def find_letter(
 
 
 def list_options(options: Sequence[str]) -> str:
-    """Options in lines, each behind its letter."""
+    """One line for each option, which begins with its letter."""
     pairs = zip(ascii_uppercase, options, strict=False)
     return "\n".join(f"{letter}. {option}" for letter, option in pairs)
 
@@ -76,7 +77,10 @@ def ask_options(
     fields: Mapping[str, object],
     prompt: str = f"{{question}}\n{{options}}\n{DIRECTLY}",
 ) -> AskedQuestion:
-    """The question of ``fields`` with its options; the letter and its text are accepted."""
+    """The question of ``fields`` with ``options``; the right letter and its text are accepted.
+
+    ``letter`` is that of the right option, None if it is not known.
+    """
     question = fields.get("question")
     if isinstance(question, str) and question.strip():
         listed = list_options(options)

@@ -1,4 +1,4 @@
-"""Registry of the readers of records: a data set is recognised by all of its columns."""
+"""Registry of readers of records, which are chosen by the columns that a record has."""
 
 from __future__ import annotations
 
@@ -31,26 +31,29 @@ from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.stream import one_line
 
 _SHOWN = 20
-"""Names of files in a note."""
+"""Largest number of file names in a note."""
 
 
 class DataFile:
-    """What the records of one file share: sources of their pictures, and what is passed over."""
+    """State that the records of a file share: picture sources, and what is not asked or read."""
 
     def __init__(self, *folders: Path) -> None:
         self.folders = [*folders]
         self._sources: dict[str, PictureSource | ConfigError] = {}
         self.rows: dict[str, list[PictureSource]] = {}
-        """Pictures of the rows of a table by index, which later rows may name in their place."""
+        """Pictures of a table's rows by row index; a later row may refer to them by that index."""
         self.left_out: Counter[str] = Counter()
-        """Records by the reason why they are not asked."""
+        """Number of records that are not asked, by reason."""
         self.passed_over: dict[str, None] = {}
-        """Columns that no question has, in order."""
+        """Columns that no question uses, in order of appearance."""
         self.unread: list[str] = []
-        """Files and folders in a folder of pictures that no question is about."""
+        """Files and folders in a picture folder that no question is about."""
 
     def find(self, where: str, text: str) -> PictureSource:
-        """The source of a picture; a problem with it is that of the first place again."""
+        """The source of the picture that ``text`` names or contains, which is looked up once.
+
+        Raises :class:`ConfigError`, always with the place of the first record that had ``text``.
+        """
         key = text if len(text) < 4096 else hashlib.sha256(text.encode()).hexdigest()
         if key not in self._sources:
             image = f"{where}: image {text[:80]!r}"
@@ -64,7 +67,7 @@ class DataFile:
         return source
 
     def note_unread(self, folder: Path) -> None:
-        """Note the pictures in a folder and those in it that no record has named."""
+        """Add the pictures at any depth of ``folder`` that no record names to :attr:`unread`."""
         addresses = {
             source.address
             for source in self._sources.values()
@@ -75,7 +78,7 @@ class DataFile:
                 self.unread.append(one_line(path.relative_to(folder), 80))
 
     def notes(self) -> list[str]:
-        """What is not asked, in words."""
+        """Sentences about the records, columns and files that no question comes from."""
         notes = [
             f"left out {count} {reason}" for reason, count in self.left_out.items()
         ]
@@ -99,42 +102,44 @@ class DataFile:
 
 
 class Record(NamedTuple):
-    """A record of a file; its place, and what it shares with the others."""
+    """A record of a file, with its place and the state that it shares with other records."""
 
     where: str
     fields: Mapping[str, Any]
-    """By column; None where a value is missing."""
+    """Values by column; None where a value is missing."""
     file: DataFile
 
     def existing(self, *names: str) -> str | None:
-        """The first of these names that is a file or a folder of the data."""
+        """The first of ``names`` that is a file or folder in the folders of the data, or None."""
         for name in names:
             for folder in self.file.folders:
-                with contextlib.suppress(OSError, ValueError):  # a long name, a NUL
+                with contextlib.suppress(
+                    OSError, ValueError
+                ):  # too long, or with a NUL
                     if (folder / name).exists():
                         return name
         return None
 
 
 Reader = Callable[[Record], AskedQuestion | str]
-"""The question of a record, or why it is left out."""
+"""Function from a record to its question, or to the reason why it is left out."""
 
 
 class Layout(NamedTuple):
-    """What recognises the records of a data set, and their reader."""
+    """Conditions by which records of a data set are recognised, and their reader."""
 
     columns: frozenset[str]
-    """All are there."""
+    """Columns that a record must have."""
     without: frozenset[str]
-    """None is there."""
+    """Columns that it must not have."""
     others: frozenset[str]
-    """Some may be there."""
+    """Columns that it may have."""
     when: Mapping[str, Collection[str]]
-    """Columns whose values are among these."""
+    """Allowed values, as text, of columns in which not every value is allowed."""
     read: Reader
 
     def matches(self, fields: Mapping[str, Any]) -> bool:
-        """Whether a record is of this data set."""
+        """Whether a record with these ``fields`` is of this data set."""
         return (
             self.columns <= fields.keys()
             and self.without.isdisjoint(fields)
@@ -152,9 +157,10 @@ def data_set(
     without: str = "",
     when: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> Callable[[Reader], Reader]:
-    """Register the reader of records that have all of these columns, and perhaps others.
+    """Register the decorated reader for records that match a :class:`Layout` of these arguments.
 
-    Of two data sets that a record has the columns of, it is the one with more.
+    Arguments are names of columns separated by spaces. If a record matches several data sets, it
+    is read as the one with the most ``columns``.
     """
 
     def register(read: Reader) -> Reader:
@@ -172,13 +178,16 @@ def data_set(
     return register
 
 
-# ---- this project's own form, which every data set is read into ----
+# ---- this project's own form, to which every data set is converted ----
 
 Text = Annotated[str, StringConstraints(pattern=r"\S")]  # not blank
 
 
 def list_texts(value: object) -> list[object]:
-    """A text, a list of texts, or of objects with an answer, as a list; a box is one text."""
+    """``value`` as a list of texts, in which a box of four numbers is one text.
+
+    It may be None, one item or a list; an item is a text or an object with an ``answer``.
+    """
     values = value if isinstance(value, list) else [] if value is None else [value]
     texts = (
         item.get("answer", item) if isinstance(item, dict) else item for item in values
@@ -193,7 +202,10 @@ def _join_box(numbers: list[str]) -> str:
 
 
 def list_media(value: object) -> list[object]:
-    """The names of pictures or videos, each a text or an object with its path or address."""
+    """``value`` as a list of pictures or videos, each of them by its path or URL.
+
+    It may be None, one item or a list; an item is a text or an object with ``path`` or ``url``.
+    """
     values = value if isinstance(value, list) else [] if value is None else [value]
     return [
         item.get("path") or item.get("url") or item if isinstance(item, dict) else item
@@ -207,7 +219,7 @@ _Texts = Annotated[tuple[Text, ...], BeforeValidator(list_texts)]
 
 
 class Line(FrozenModel):
-    """One question of a file in this project's form."""
+    """A question in this project's form, which is one record of a file."""
 
     image: _Media = Field(
         validation_alias=AliasChoices("image", "images", "video", "videos"),
@@ -223,7 +235,7 @@ class Line(FrozenModel):
     @model_validator(mode="before")
     @classmethod
     def _check_fields(cls, fields: Any) -> Any:
-        """Refuse two names of one field; under ``answer``, four numbers are a box."""
+        """Refuse two names of one field, and take four numbers in ``answer`` for one box."""
         if not isinstance(fields, dict):
             return fields
         for names in (("image", "images", "video", "videos"), ("answer", "answers")):
@@ -254,9 +266,10 @@ def make_question(
     rule: Rule = "text",
     accepted: Sequence[str] = (),
 ) -> AskedQuestion:
-    """The question of a record whose fields are those of :class:`Line`; None is missing.
+    """The question with ``fields`` of :class:`Line`, of which those that are None count as absent.
 
-    ``accepted`` are in the place of its answers. Ten answers are scored as VQAv2's.
+    ``accepted`` replaces the answers in ``fields``. Ten answers are scored by VQAv2's rule in
+    place of ``text``.
     """
     present = {name: value for name, value in fields.items() if value is not None}
     line = Line.model_validate(present)
@@ -269,7 +282,7 @@ def make_question(
 
 
 def find_own_fields(record: Record) -> dict[str, object]:
-    """The fields of a record in this project's columns; others are passed over and named."""
+    """The fields of ``record`` in this project's columns; other columns are noted as unused."""
     fields = dict[str, object]()
     for name, value in record.fields.items():
         if name in _OWN:
@@ -280,19 +293,20 @@ def find_own_fields(record: Record) -> dict[str, object]:
 
 
 def make_own(record: Record) -> AskedQuestion:
-    """The question of a record in this project's columns."""
+    """The question of a record in this project's form."""
     return make_question(record, find_own_fields(record))
 
 
 def usual_rule(answer: object) -> Rule:
-    """Of a published answer: yes and no are first words."""
+    """The rule for a published answer: ``yes_no`` if it is yes or no, else ``text``."""
     return "yes_no" if str(answer).strip().lower() in ("yes", "no") else "text"
 
 
 def read_record(where: str, record: Any, file: DataFile) -> AskedQuestion | str:
-    """The question of a record by the layout that it matches, else in the project's form.
+    """The question of ``record``, or the reason why it is left out.
 
-    Raises :class:`ConfigError`, or pydantic's ``ValidationError`` for wrong fields.
+    The reader is that of the layout that the record matches, else :func:`make_own`. Raises
+    :class:`ConfigError`, or pydantic's ``ValidationError`` for wrong fields.
     """
     if not isinstance(record, dict):
         Line.model_validate(record)

@@ -18,7 +18,7 @@ from vllm_autoprune.evaluation.records import parse, read_lines
 
 
 def _find_video(record: Record, name: object, *folders: str) -> str:
-    """A video by its name, with or without its ending, in the folders in which it is published."""
+    """Path of the video ``name``, with or without its ending, directly or in one of ``folders``."""
     text = str(name)
     names = [text] if re.search(r"\.\w{3,4}$", text) else []
     names += [f"{text}{ending}" for ending in (".mp4", ".MP4", ".mkv")]
@@ -31,7 +31,7 @@ def _find_video(record: Record, name: object, *folders: str) -> str:
     others="url",
 )
 def read_videomme(record: Record) -> AskedQuestion:
-    """A question of Video-MME without subtitles, with the words of its authors."""
+    """A question of Video-MME without subtitles, in its authors' prompt."""
     fields = record.fields
     options = read_options(record, "options")
     asked = {
@@ -73,7 +73,7 @@ def read_mlvu(record: Record) -> AskedQuestion:
     name = fields.get("video") or fields.get("video_name")
     folder = _MLVU.get(task, task)
     asked = {
-        # On the Hub the options are in the question too.
+        # On the Hub the question repeats the options.
         "question": re.split(r"\n\(A\)", str(fields["question"]))[0],
         "video": _find_video(record, name, f"video/{folder}/", f"{folder}/", "video/"),
         "category": task,
@@ -84,7 +84,7 @@ def read_mlvu(record: Record) -> AskedQuestion:
 
 @data_set("q_uid google_drive_id question")
 def read_egoschema(record: Record) -> AskedQuestion:
-    """A question of EgoSchema's own JSON; answers of its subset are in a file beside it."""
+    """A question of EgoSchema's own JSON; another file has the answers of its public subset."""
     fields = record.fields
     options = [
         str(fields[name])
@@ -116,7 +116,7 @@ def _ask_egoschema(
 
 @lru_cache(maxsize=4)
 def _read_answers(folder: Path) -> Mapping[str, object]:
-    """The numbers of options by question, of ``subset_answers.json`` of a folder."""
+    """Numbers of the right options by question, from ``subset_answers.json`` in ``folder``."""
     path = folder / "subset_answers.json"
     if not path.exists():
         return {}

@@ -19,7 +19,7 @@ from vllm_autoprune.evaluation.pictures import PictureSource
     without="answers images pair",
 )
 def read_vlmevalkit(record: Record) -> AskedQuestion:
-    """A row whose options are columns named by letters."""
+    """The question of a row; its options are in columns named by their letters."""
     fields = record.fields
     answer = fields.get("answer")
     options = {

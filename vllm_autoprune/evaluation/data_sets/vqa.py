@@ -9,7 +9,7 @@ from vllm_autoprune.evaluation.data_sets.registry import (
 )
 
 SHORT = "\nAnswer the question using a single word or phrase."
-"""Asked by lmms-eval and VLMEvalKit behind questions with ten answers."""
+"""lmms-eval and VLMEvalKit append this to questions with ten answers."""
 
 
 @data_set(
@@ -24,7 +24,7 @@ SHORT = "\nAnswer the question using a single word or phrase."
     without="answer questionId",
 )
 def read_vqa(record: Record) -> AskedQuestion:
-    """A question whose picture is named, or numbered as in COCO or TextVQA."""
+    """A question whose picture is given by ``image``, or by its number in COCO or TextVQA."""
     fields = record.fields
     asked = {
         "image": fields.get("image") or _find_numbered(record),
@@ -36,7 +36,7 @@ def read_vqa(record: Record) -> AskedQuestion:
 
 
 def _find_numbered(record: Record) -> str:
-    """The picture of a number."""
+    """File name of the picture with the number ``image_id``."""
     number = str(record.fields["image_id"])
     subtype = record.fields.get("subtype")
     coco = f"COCO_{subtype or ''}_{number:0>12}"

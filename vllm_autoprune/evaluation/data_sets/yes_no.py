@@ -27,7 +27,7 @@ def read_pope(record: Record) -> AskedQuestion:
 
 @data_set("question_id image question answer category", when={"answer": ("Yes", "No")})
 def read_mme(record: Record) -> AskedQuestion:
-    """A question of MME on the Hub, where two have the ``question_id`` of their pair."""
+    """A question of MME on the Hub; both questions of a pair have the same ``question_id``."""
     digest = hashlib.sha256(str(record.fields["question_id"]).encode()).digest()
     columns = ("image", "question", "answer", "category")
     asked = {name: record.fields[name] for name in columns}
