@@ -1,4 +1,4 @@
-"""Accuracy of a text that a model wrote, by the rule of the data that the question is from."""
+"""Accuracy of a model's text, by the scoring rule of the data set that the question is from."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ Rule = Literal[
 ]
 """How a text is compared with the accepted answers.
 
-As text but for case, spaces and a full stop; as VQAv2's scorer does with ten answers; by its first
-word; by the letter or text of an option; as ChartQA, DocVQA, OCRBench (without spaces for its
-formulas) and MMMU do; or as a number, rounded as MathVista's answers are.
+``text`` ignores case, spaces and a full stop; ``vqa`` is VQAv2's rule with ten answers; ``yes_no``
+reads the first word; ``choice`` accepts an option's letter or text; ``relaxed`` is ChartQA's,
+``anls`` DocVQA's, ``contains`` and ``contains_formula`` are OCRBench's, ``mmmu`` is MMMU's;
+``rounded`` rounds a number to the decimals of the answer, as MathVista does.
 """
 
 _NUMBERS = "zero one two three four five six seven eight nine ten"
@@ -39,11 +40,11 @@ _CONTRACTIONS = (
     "wholl whos whove whyll whyre whys wont wouldve wouldnt wouldntve yall yallll yalldve youd "
     "youdve youll youre youve "
 )
-"""Words that VQAv2's scorer takes for the same with and without apostrophes."""
+"""Contractions without apostrophe; to VQAv2's scorer, they equal those with one."""
 
 
 def score_text(rule: Rule, answers: Sequence[str], text: str) -> float:
-    """Accuracy of a text, 0 to 1; ``answers`` of a choice are the letter and its option."""
+    """Accuracy of a text, 0 to 1; for a choice, ``answers`` are the option's letter and text."""
     return float(_RULES[rule](answers, text))
 
 
@@ -52,7 +53,7 @@ def _score_exact(answers: Sequence[str], text: str) -> bool:
 
 
 def _score_vqa(answers: Sequence[str], text: str) -> float:
-    """The mean over the sets of all answers but one, of which three that agree are enough."""
+    """VQAv2's accuracy: the mean of min(matches / 3, 1) over all sets with one answer left out."""
     normalised = _normalise_vqa(text)
     matches = [_normalise_vqa(answer) == normalised for answer in answers]
     scores = [min((sum(matches) - match) / 3, 1.0) for match in matches]
@@ -65,7 +66,7 @@ def _score_yes_no(answers: Sequence[str], text: str) -> bool:
 
 
 def _score_choice(answers: Sequence[str], text: str) -> bool:
-    """By the option's text, else by the only letter."""
+    """Whether the text is that of the right option, or has its letter as the only option letter."""
     matches_text = _score_exact(answers, text)
     words = re.findall(r"\w+", text)
     if not matches_text:
@@ -79,7 +80,7 @@ def _score_choice(answers: Sequence[str], text: str) -> bool:
 
 
 def _score_relaxed(answers: Sequence[str], text: str) -> bool:
-    """ChartQA's relaxed accuracy: numbers within 5 %, other answers but for case."""
+    """ChartQA's relaxed accuracy: numbers may differ by 5 %, other answers only in case."""
     return any(_is_near(answer.strip(), text.strip()) for answer in answers)
 
 
@@ -99,7 +100,7 @@ def _read_percent(text: str) -> float | None:
 
 
 def _read_number(text: str) -> float | None:
-    """A number, whose thousands may have commas between them."""
+    """The number in a text, which may have commas between thousands; None if there is none."""
     try:
         return float(text.replace(",", ""))
     except ValueError:
@@ -107,7 +108,7 @@ def _read_number(text: str) -> float | None:
 
 
 def _score_anls(answers: Sequence[str], text: str) -> float:
-    """DocVQA's average normalised Levenshtein similarity of one text: 0 below one half."""
+    """DocVQA's normalised Levenshtein similarity to the nearest answer; 0 if it is below 0.5."""
     words = " ".join(text.lower().split())
     similarities = [
         _compute_similarity(" ".join(answer.lower().split()), words)
@@ -118,9 +119,9 @@ def _score_anls(answers: Sequence[str], text: str) -> float:
 
 
 def _compute_similarity(answer: str, text: str) -> float:
-    """1 less the edit distance as a share of the longer text."""
+    """1 minus the edit distance divided by the length of the longer text."""
     length = max(len(answer), len(text))
-    if abs(len(answer) - len(text)) * 2 > length:  # below one half anyway
+    if abs(len(answer) - len(text)) * 2 > length:  # the similarity is below 0.5
         return 0.0
     distances = [*range(len(answer) + 1)]
     for row, letter in enumerate(text, 1):
@@ -133,19 +134,19 @@ def _compute_similarity(answer: str, text: str) -> float:
 
 
 def _score_contains(answers: Sequence[str], text: str) -> bool:
-    """OCRBench's: an answer is somewhere in the text, but for case."""
+    """OCRBench's rule: the text contains an answer, whatever the case."""
     line = text.lower().strip().replace("\n", " ")
     return any(a.lower().strip().replace("\n", " ") in line for a in answers)
 
 
 def _score_contains_formula(answers: Sequence[str], text: str) -> bool:
-    """OCRBench's for formulas: with case, but for spaces."""
+    """OCRBench's rule for formulas: the text contains an answer, whatever the spaces."""
     formula = "".join(text.split())
     return any("".join(answer.split()) in formula for answer in answers)
 
 
 def _score_rounded(answers: Sequence[str], text: str) -> bool:
-    """The text's only number, rounded to the decimals of the answer."""
+    """Whether the text's only number equals an answer once rounded to the answer's decimals."""
     numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+", text)
     number = _read_number(numbers[0]) if len(numbers) == 1 else None
     for answer in answers:
@@ -166,11 +167,11 @@ _KEYS = (
     "answer ",
     "result ",
 )
-"""Behind which MMMU's scorer looks for the answer in a sentence; in the last one behind = too."""
+"""Key words after which MMMU's scorer looks for an answer; in the last sentence = is one too."""
 
 
 def _score_mmmu(answers: Sequence[str], text: str) -> bool:
-    """MMMU's for free answers: equal to a number of the text, or in a text that is the answer."""
+    """MMMU's rule for free answers: a key part of the text has the number or holds the answer."""
     parts = _list_key_parts(text)
     numbers = [number for part in parts for number in _find_numbers(part)]
     numbers += [_read_number(part) for part in parts]
@@ -186,14 +187,14 @@ def _score_mmmu(answers: Sequence[str], text: str) -> bool:
 
 
 def _is_inside(answer: str, part: str) -> bool:
-    """Whether a text has the answer in it, a single letter only beside a space."""
+    """Whether ``part`` contains the answer; a single letter has to stand beside a space."""
     if len(answer) == 1:
         return part == answer or f" {answer}" in part or f"{answer} " in part
     return answer in part
 
 
 def _list_key_parts(text: str) -> list[str]:
-    """The shortest end of each sentence behind one of the key words, else the whole text."""
+    """The shortest end of each sentence that follows a key word; without any, the whole text."""
     text = text.strip().strip(".").lower()
     sentences = text.split("\n")
     parts = list[str]()
@@ -220,7 +221,7 @@ def _normalise_text(text: str) -> str:
 
 
 def _normalise_vqa(text: str) -> str:
-    """As VQAv2's scorer: without punctuation and articles, digits for the words up to ten."""
+    """Normalise as VQAv2's scorer: no punctuation or articles, numbers up to ten as digits."""
     text = " ".join(text.split())
     grouped = re.search(r"\d,\d", text) is not None
     cleaned = text

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     import pyarrow
 
 _ROWS = 32
-"""Read at once, each with its pictures."""
+"""Rows that are read at once, with their pictures."""
 _STREAM = b"\xff\xff\xff\xff"
-"""Before each message of a stream, which ``save_to_disk`` writes."""
+"""Mark before each message of Arrow's stream format, which ``save_to_disk`` writes."""
 _INSTALL = (
     "pip install 'vllm-autoprune[data]', or export JSON lines with pictures as files"
 )
@@ -34,8 +34,7 @@ def is_arrow(path: Path) -> bool:
 
 
 def read_arrow(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a file with their places, in which values are as in JSON and pictures data URLs.
-
+    """Rows of a file, each with its place; values are those of JSON, and pictures are data URLs.
     Raises :class:`ConfigError` with one problem.
     """
     try:
@@ -75,7 +74,7 @@ def _read_batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
 
 
 def _read_classes(schema: pyarrow.Schema) -> Mapping[str, Sequence[str]]:
-    """Names of the numbers of columns that are classes, as ``datasets`` describes them."""
+    """Class names of columns that hold class numbers, from the schema that ``datasets`` writes."""
     described = (schema.metadata or {}).get(b"huggingface", b"{}")
     try:
         features = json.loads(described)["info"]["features"]
@@ -100,7 +99,7 @@ def _convert_row(
 
 
 def _convert(value: object) -> object:
-    """A value as JSON has it; a picture, which is bytes or a path, as a data URL or the path."""
+    """``value`` as JSON has it; a picture becomes a data URL if it is bytes, else its path."""
     if isinstance(value, dict):
         if value.keys() == {"bytes", "path"}:
             content = value["bytes"]

@@ -12,12 +12,12 @@ from vllm_autoprune.evaluation.answers import Rule, score_text
 from vllm_autoprune.evaluation.pictures import Picture, PictureSource
 
 Turns = Sequence[Mapping[str, object]]
-"""Messages of OpenAI's form, with a picture or its source for the part of each image."""
+"""Messages in OpenAI's form, in which the part of an image is a picture or a picture's source."""
 
 
 @dataclass(frozen=True)
 class AskedQuestion:
-    """A question as it is sent, and the answers that are accepted: none where the data has none."""
+    """A question as it is sent, and the answers that are accepted: empty if the data has none."""
 
     where: str
     turns: Turns
@@ -27,10 +27,10 @@ class AskedQuestion:
     pair: int | None = None
 
     def messages(self, frames: int = 0) -> list[dict[str, object]]:
-        """The messages with data URLs, which are read from the pictures' files now.
+        """The messages with data URLs; every call reads the pictures' files again.
 
-        ``frames``: how many of a video. Raises :class:`EvaluationError` for a file that has
-        changed.
+        ``frames``: number of frames of a video. Raises :class:`EvaluationError` for a file that
+        has changed.
         """
         return render(self.turns, lambda picture: picture.part(frames))
 
@@ -56,16 +56,16 @@ class AskedQuestion:
 
     @property
     def is_exact(self) -> bool:
-        """Whether only one text is right, so that a prefill which has it can score it."""
+        """Whether only one text is right, so that a prefill with this text can score it."""
         return self.rule == "text" and len(self.answers) == 1
 
     def score_text(self, text: str) -> float:
-        """Accuracy of a text by the data's own rule, 0 to 1."""
+        """Accuracy of a text by the question's rule, 0 to 1."""
         return score_text(self.rule, self.answers, text)
 
 
 def render(turns: Turns, show: Callable[[Any], object]) -> list[dict[str, object]]:
-    """Messages with what ``show`` makes of their pictures."""
+    """The messages of ``turns`` with every picture replaced by the result of ``show``."""
     messages = []
     for turn in turns:
         message = dict(turn)
@@ -78,7 +78,7 @@ def render(turns: Turns, show: Callable[[Any], object]) -> list[dict[str, object
 
 
 def ask(question: str, *pictures: Picture | PictureSource) -> Turns:
-    """The turn of a question about pictures."""
+    """One user turn with ``pictures``, followed by ``question``."""
     return [
         {"role": "user", "content": [*pictures, {"type": "text", "text": question}]}
     ]

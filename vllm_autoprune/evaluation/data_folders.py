@@ -10,14 +10,14 @@ from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation.records import parse, read_lines
 
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-"""Of ImageFolder, in the folder or in one for each split."""
+"""Names of ImageFolder's metadata file, which is in the folder or in a sub-folder per split."""
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}(-[0-9a-f]+)?\.parquet")
 
 
 def find_record_files(folder: Path) -> Sequence[Path]:
-    """The files with a folder's records; none for a folder of pictures with text files.
+    """The files that hold the records of ``folder``; empty if no library wrote the folder.
 
-    Raises :class:`ConfigError` for several splits.
+    Raises :class:`ConfigError` if it has several splits.
     """
     saved = _read_object(folder / "state.json").get("_data_files")
     if isinstance(saved, list):
@@ -49,7 +49,7 @@ def _find_shards(folder: Path) -> Sequence[Path]:
 
 
 def _choose(folder: Path, parts: Sequence[Path]) -> Path:
-    """The only one of these parts of a folder."""
+    """The only one of ``parts``, which are splits; raises :class:`ConfigError` for several."""
     if len(parts) != 1:
         what = (
             f"has {len(parts)} splits: {', '.join(part.name for part in parts)[:160]}"
@@ -62,7 +62,7 @@ def _choose(folder: Path, parts: Sequence[Path]) -> Path:
 
 
 def _read_object(path: Path) -> Mapping[str, object]:
-    """A small JSON object; an empty one for what is none."""
+    """The JSON object in a small file; an empty one if the file has none."""
     if not path.is_file():
         return {}
     value = parse("".join(line for _, line in read_lines(path, "make it readable")))

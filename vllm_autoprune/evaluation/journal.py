@@ -20,21 +20,22 @@ from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 JOURNAL = "samples.jsonl"
 
 MME = "MME"
-"""The benchmark of yes/no pairs by category, which is scored in points."""
+"""Name of the benchmark MME, which has yes/no pairs by category and is scored in points."""
 
 PAIRS = "yes/no pairs"
-"""Pairs of other data, scored as MME's but in per cent."""
+"""Name of pairs in other data, which are scored like MME's but in per cent."""
 
 RESIZED = "resize control"
 FEWER_FRAMES = "fewer frames"
-"""Names in tables of what an operator has without a plugin: of images, and of videos."""
+"""Names, in tables, of the alternatives without a plugin: one for images, one for videos."""
 
 EVENLY = "opencv"
-"""vLLM's loader that spaces frames evenly; some models' own take a fixed number a second."""
+"""vLLM's video loader with evenly spaced frames; some models' loaders take a fixed frame rate."""
 
 Arm = Literal["full", "random", "norm", "resized", "base", "autoprune", "found"]
-"""How tokens are selected: all, at random, those of largest norm, those of a resized image, by the
-base policy of a state alone, with the shipped residual, or by another state that was named."""
+"""How tokens are selected: ``full`` keeps all, ``random`` any, ``norm`` those of largest norm;
+``resized`` shrinks the image; ``base`` is a base policy alone, ``autoprune`` adds the shipped
+residual to one, and ``found`` is another state that the user named."""
 
 
 class EvaluationError(AutopruneError):
@@ -50,15 +51,15 @@ class Setup(FrozenModel):
     kind: Literal["setup"] = "setup"
     suite: str
     model: str
-    """The served model, with a digest where there is one."""
+    """The served model, with its digest if it has one."""
     data: str
-    """The questions, with a digest where there is one."""
+    """The questions, with their digest if they have one."""
     scorer: str
     """The scorer of answers, with its version."""
     score: Literal["right", "agrees"] = "right"
-    """What a score of 1 says: the answer is right, or that of the unpruned model."""
+    """Meaning of a score of 1: the answer is right, or it agrees with the unpruned model's."""
     mme_divisor: float = 1.0
-    """Divides points of MME to give per cent, in Acc.."""
+    """Divisor that turns MME's points into per cent for *Acc.*"""
 
 
 class Case(FrozenModel):
@@ -70,30 +71,30 @@ class Case(FrozenModel):
     label: str
     """Its name in tables."""
     budget: int | str = 0
-    """K as it was said; 0 means all tokens."""
+    """K as the user wrote it; 0 means all tokens."""
     base: str = ""
-    """The case it is compared with, besides full."""
+    """Name of the case that it is compared with besides ``full``; empty for none."""
     digest: str = ""
     """Digest of the served state."""
     pruning: dict[str, JsonValue] = Field(default_factory=dict)
-    """The plugin's field in every request."""
+    """Value of the plugin's field in every request."""
     frames: int = 0
-    """Sampled of a video; 0 of pictures."""
+    """Number of frames that are sampled of a video; 0 if the questions are about pictures."""
     refused: str = ""
-    """Why the case cannot be served, if it cannot."""
+    """Reason why the case cannot be served; empty if it can."""
     served: bool = False
     """Whether its state is the server's own."""
 
     @property
     def budget_order(self) -> tuple[int, str]:
-        """Sort key by K of an image of 576 tokens, or of as many of each frame."""
+        """Sort key: K for an image, or a frame, of 576 tokens."""
         tiles = max(self.frames, 1)
         call = BudgetCall.parse(self.budget, video=True) if self.budget else None
         return call.tokens_kept(576 * tiles, tiles) if call else 0, str(self.budget)
 
     @property
     def fields(self) -> dict[str, JsonValue]:
-        """What it adds to a chat request."""
+        """Fields that the case adds to a chat request."""
         fields: dict[str, JsonValue] = {
             "mm_processor_kwargs": {"autoprune": self.pruning}
         }
@@ -104,7 +105,7 @@ class Case(FrozenModel):
 
     @property
     def title(self) -> str:
-        """Its name in tables, marked where the server prunes so without being asked."""
+        """Name in tables, with a mark if it is what the server does without being asked."""
         return f"{self.label} (the server's own)" if self.served else self.label
 
 
@@ -117,13 +118,13 @@ class Question(FrozenModel):
     image: str
     """Questions about one image are resampled together."""
     text: str = ""
-    """What is asked, where a page may show it."""
+    """Text of the question, if a page may show it."""
     category: str = ""
     pair: str = ""
 
     @property
     def topic(self) -> str:
-        """The kind of question as the data calls it; those of MME are its categories."""
+        """The kind of question as the data names it; for MME it is the category."""
         return self.category or self.benchmark
 
 
@@ -137,31 +138,31 @@ class Answer(FrozenModel):
     case: str
     question: str
     score: float | None = None
-    """0 to 1, if answers are scored singly."""
+    """Accuracy of the answer, 0 to 1; None if only the total of a benchmark is scored."""
     logprob: float | None = None
-    """Ln p of the reference answer."""
+    """ln p of the reference answer."""
     tokens: int | None = None
-    """Tokens of the unpruned model's answer."""
+    """Number of tokens of the unpruned model's answer."""
     same: int | None = None
-    """Those before the first that differs."""
+    """Number of them before the first that greedy decoding does not give."""
     matching: int | None = None
-    """Those that fit the ones before them."""
+    """Number of them that greedy decoding gives after the tokens before them."""
     agrees: bool | None = None
-    """None differs, nor where it ends."""
+    """Whether greedy decoding gives all of them and then ends as the unpruned model does."""
     prompt_tokens: int | None = None
     text: str | None = None
-    """The greedy answer, where it was asked for."""
+    """The greedy answer; None if it was not requested."""
     cut: bool = False
-    """Whether the text was ended by its length."""
+    """Whether the text ends because it reached the maximum length."""
     failure: str | None = None
 
     @property
     def per_token(self) -> float | None:
-        """ln p of the unpruned model's answer, by token."""
+        """ln p of the unpruned model's answer, divided by its number of tokens."""
         return self.by_token(self.logprob)
 
     def by_token(self, figure: float | None) -> float | None:
-        """A figure over the tokens of the unpruned model's answer."""
+        """``figure`` divided by the number of tokens of the unpruned model's answer."""
         return figure / self.tokens if figure is not None and self.tokens else None
 
 
@@ -183,23 +184,23 @@ Record = Annotated[
 
 
 class Contents:
-    """The records of a journal by kind and name; of several with one name the last."""
+    """The records of a journal by kind and name; the last of several with one name counts."""
 
     def __init__(self, records: Sequence[Record] = ()) -> None:
         self.setups: dict[str, Setup] = {}
-        """At most one, by the empty name."""
+        """The set-up under an empty name; empty before it is recorded."""
         self.cases: dict[str, Case] = {}
         self.questions: dict[str, Question] = {}
         self.answers: dict[str, dict[str, Answer]] = {}
-        """By case and question."""
+        """Answers by case and question."""
         self.totals: dict[str, dict[str, Total]] = {}
-        """By case and benchmark."""
+        """Totals by case and benchmark."""
         for record in records:
             siblings, name = self.siblings(record)
             siblings[name] = record
 
     def siblings(self, record: Record) -> tuple[dict[str, Any], str]:
-        """The records among which one belongs, and its name among them."""
+        """The dictionary that ``record`` belongs to, and the key of the record in it."""
         match record:
             case Setup():
                 return self.setups, ""
@@ -217,7 +218,7 @@ class Contents:
         return answer is not None and answer.failure is None
 
     def find_reasons(self) -> Iterator[str]:
-        """Reasons against any evaluation: failures, missing answers, no full model, no pruning."""
+        """Reasons why no evaluation is valid: failures, or no answers, full model or pruning."""
         total = len(self.questions)
         if not total:
             yield "there are no questions"
@@ -272,7 +273,7 @@ class Journal(RecordFile[Record]):
         self.contents = Contents(self.records)
 
     def append(self, records: Sequence[Record]) -> None:
-        """Append the records that are new, in one write.
+        """Append those of ``records`` that are new, in one write.
 
         Raises :class:`EvaluationError` if the set-up, a case or a question differs from its earlier
         record, or if the file cannot be written. Whether a server refuses a case or has its state

@@ -24,7 +24,7 @@ _TRIAL_IMAGES = 20
 """With fewer images than this, bootstrap intervals over images are too narrow."""
 
 _APART = 0.006
-"""Of the largest K, between methods that a chart shows at one K."""
+"""Distance in a chart between the marks of methods at one K, as a share of the largest K."""
 
 _VERDICTS: Mapping[Winner, str] = {
     "pruning": "pruning beats {rival}",
@@ -42,7 +42,7 @@ _FIGURES = (
     ("per_token", "ln p a token", 3),
     ("logprob", "ln p", 3),
 )
-"""Fields of a row, their titles in tables, and decimals."""
+"""Fields of a row, with their titles in tables and their number of decimals."""
 
 _ACC_NOTE = (
     "Acc. is the mean over benchmarks{mme}. Rel. is given by "
@@ -77,7 +77,7 @@ _AGREEMENT_NOTE = (
 
 
 def build_page(report: Report, picture: Callable[[str], str] | None = None) -> Document:
-    """The page of a report; ``picture``: a data URL by the id of a question, empty without one."""
+    """The page of a report; ``picture`` returns a question's data URL by id, or an empty text."""
     sections = list[Section]()
     if verdicts := list(_describe_verdicts(report)):
         sections.append(_compare_arms(report, verdicts))
@@ -111,14 +111,14 @@ def build_page(report: Report, picture: Callable[[str], str] | None = None) -> D
 
 
 def _compare_arms(report: Report, verdicts: Sequence[str]) -> Section:
-    """Pruning or what needs no plugin: the verdicts, and how far the measure is to be trusted."""
+    """Comparison with the alternative without a plugin: verdicts, and checks of the measure."""
     texts = [*verdicts]
     full = next((row for row in report.rows if row.case.arm == "full"), None)
     if full is not None and full.accuracy is not None:
         share = f"{full.accuracy.value:.1f} %"
         texts.insert(0, f"With all tokens, {share} of the answers are right.")
     if full is not None and full.agreement is not None:
-        # Less than 100 by rounding, or by a template that changes the answer.
+        # It is below 100 if rounding or a chat template changes an answer.
         again = f"{full.agreement.value:.1f} % of its own answers again"
         texts.append(f"Scored in the same way, the unpruned model gives {again}.")
     if report.rank_correlations:
@@ -134,7 +134,7 @@ def _compare_arms(report: Report, verdicts: Sequence[str]) -> Section:
 
 
 def _draw_chart(report: Report) -> Section | None:
-    """What is right over K, a line a method; None where nothing is scored one by one."""
+    """Chart of accuracy over K with one line a method; None if answers have no scores."""
     title = "Accuracy over K"
     y_label = "% right"
     figure = "accuracy"
@@ -155,7 +155,7 @@ def _draw_chart(report: Report) -> Section | None:
             rules[f"all tokens {estimate.value:.1f} %"] = estimate.value
         elif case.budget:
             marks = methods.setdefault(case.title, [])
-            # Beside each other, so that intervals of one K can be told apart.
+            # Marks at one K are drawn beside each other, so that their intervals do not overlap.
             x = case.budget_order[0] + _APART * largest * list(methods).index(
                 case.title
             )
@@ -206,7 +206,7 @@ def _show_examples(
 
 
 def _last_common_words(unpruned: str, pruned: str | None) -> str:
-    """The last five words before two answers part."""
+    """The last five words that two answers share before they differ."""
     if pruned is None or pruned == unpruned:
         return _NONE
     words = commonprefix([unpruned.split(), pruned.split()])  # noqa: RUF071 -- of lists
@@ -217,7 +217,7 @@ def _last_common_words(unpruned: str, pruned: str | None) -> str:
 
 
 def _collect_tables(report: Report) -> Section:
-    """All figures, with notes that say what they are."""
+    """Tables of all figures, with notes that explain them."""
     notes = list[str]()
     if _has_aggregates(report):
         mme = ""
@@ -239,7 +239,7 @@ def _collect_tables(report: Report) -> Section:
 
 
 def _answer(report: Report) -> str:
-    """What came out."""
+    """The result of the evaluation in one sentence."""
     if not report.valid:
         return "Not valid: the reasons are below, and no figure here is to be quoted."
     if (case := report.case) is None:
@@ -269,7 +269,7 @@ def _answer(report: Report) -> str:
 
 
 def _rival(report: Report) -> str:
-    """What an operator can do without a plugin."""
+    """Name of the alternative without a plugin."""
     return "sampling fewer frames" if report.frames else "resizing"
 
 
@@ -285,7 +285,7 @@ def _describe_difference(report: Report, overall: Comparison) -> str:
 
 
 def _describe_verdicts(report: Report) -> Iterator[str]:
-    """One line for each state that was to be evaluated: who wins, by how much, by kind."""
+    """One line for each evaluated state: who wins, and by how much, overall and by kind."""
     rows = {row.case.name: row for row in report.rows}
     for overall in report.resizing:
         if overall.kind is not None or (row := rows.get(overall.case)) is None:
@@ -296,7 +296,7 @@ def _describe_verdicts(report: Report) -> Iterator[str]:
         more = (row.prompt_tokens or 0.0) - ((control and control.prompt_tokens) or 0.0)
         verdict = _describe_difference(report, overall)
         line = f"{row.case.label}, K = {row.case.budget}: {verdict}"
-        # A resized image may have a few tokens less than K.
+        # A resized image may have a few tokens fewer than K.
         line += f" with {more:.1f} tokens more." if control and more >= 0.5 else "."
         kinds = [
             f"{part.kind} {_format(part.difference)}: {part.winner}"
@@ -307,20 +307,20 @@ def _describe_verdicts(report: Report) -> Iterator[str]:
 
 
 def _has_aggregates(report: Report) -> bool:
-    """Whether *Acc.* says more than the share of right answers."""
+    """Whether *Acc.* is more than the share of right answers: with MME, or several benchmarks."""
     return len(report.rows[0].benchmarks) > 1 or MME in report.rows[0].benchmarks
 
 
 def _tables(report: Report) -> Iterator[Table]:
     """The paper's main table, one part for each budget, each with the full model on top.
 
-    The gain of a residual, and of each q_e, is its difference to its base policy.
+    The gain of a residual, or of a q_e, is its difference from the base policy.
     """
     columns = [
         c for c in _FIGURES if any(dict(row)[c[0]] is not None for row in report.rows)
     ]
     has_aggregates = _has_aggregates(report)
-    # There is no difference of Acc. if a benchmark does not score single answers.
+    # Acc. has no difference if a benchmark does not score single answers.
     has_acc = has_aggregates and any(
         row.to_full and row.to_full.acc for row in report.rows
     )
@@ -372,7 +372,7 @@ def _tables(report: Report) -> Iterator[Table]:
 def _format(estimate: Estimate | None, digits: int = 1) -> str:
     """A difference with its interval, such as ``+5.1 (+2.0 to +8.1)``.
 
-    What rounds to zero has no sign, so that no loss is claimed.
+    A value that rounds to zero gets no sign, so that it does not read as a loss.
     """
     if estimate is None:
         return _NONE

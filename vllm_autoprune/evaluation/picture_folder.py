@@ -18,7 +18,7 @@ from vllm_autoprune.evaluation.records import read_lines
 from vllm_autoprune.stream import one_line
 
 _SHARED = "questions.txt"
-"""Name of the file of questions about every picture of its folder, or of all folders."""
+"""Name of a file with questions about every picture of its folder, or of all folders."""
 _MME_TEXTS = "questions_answers_YN"
 _MME_IMAGES = "images"
 
@@ -26,10 +26,10 @@ _MME_IMAGES = "images"
 def read_folder(
     path: Path, data: DataFile, problems: list[Problem], fix: str
 ) -> Iterator[AskedQuestion]:
-    """Questions of text files: of a picture's name about it, else ``questions.txt`` about all.
+    """Questions in text files: one named like a picture, else ``questions.txt`` for every picture.
 
-    A line is a question, or a question, a tab and its answer. Sub-folders, as MME has them, are
-    categories; a yes and a no about one picture are a pair there.
+    A line is a question, which may be followed by a tab and its answer. Sub-folders are
+    categories, as in MME; in them, a "yes" and a "no" about one picture form a pair.
     """
     pairs = count()
     without_text = 0
@@ -77,7 +77,7 @@ def _read_text(
 
 
 def _explain_missing(path: Path, without_text: int) -> Problem:
-    """Of a folder in which pictures have no question, or that has no picture."""
+    """The problem of a folder that has no picture, or whose pictures have no question."""
     what = "has no picture"
     fix = "name a folder with PNG or JPEG files"
     if without_text:
@@ -94,9 +94,9 @@ def _explain_missing(path: Path, without_text: int) -> Problem:
 def _list_section(
     folder: Path, problems: list[Problem]
 ) -> tuple[dict[str, Path], list[Path]]:
-    """Texts by the names of their pictures, and pictures, in one folder or in MME's two in it.
+    """Text files by the name of their picture, and pictures, in ``folder``.
 
-    A text without its picture is added to ``problems``.
+    Both may be in MME's two sub-folders. A text file without its picture is added to ``problems``.
     """
     texts = folder / _MME_TEXTS
     images = folder / _MME_IMAGES
@@ -117,14 +117,14 @@ def _list_section(
 
 
 def _list_visible(folder: Path) -> list[Path]:
-    """What is in a folder, without what systems hide there, such as macOS's ``._1.txt``."""
+    """The entries of ``folder`` without hidden ones, such as macOS's ``._1.txt``."""
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if path.name[0] not in "._")
 
 
 def _note_others(root: Path, folder: Path, data: DataFile) -> None:
-    """Note the files of a section that are no picture and no text, and the folders in it."""
+    """Note the sub-folders of ``folder``, and its files that are neither picture nor text."""
     sections = [folder]
     if (folder / _MME_TEXTS).is_dir():
         sections += [folder / _MME_TEXTS, folder / _MME_IMAGES]

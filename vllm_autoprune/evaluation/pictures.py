@@ -1,7 +1,7 @@
 """Pictures and videos, as vLLM reads them: decoded once, and read again for each request.
 
-A picture is a file: one in base64 or at a URL gets a temporary one, so that none is held in memory
-and all cases see the same bytes.
+Every picture is a file, so that none is held in memory and all cases see the same bytes; one in
+base64 or at a URL is written to a temporary file.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from vllm_autoprune.evaluation.journal import EVENLY, EvaluationError
 _FRAMES = 32
 """Frames that vLLM samples of a video by default."""
 _FRAME_FILES = "video/jpeg"
-"""vLLM's name for frames in base64 with commas between them, each of any format."""
+"""vLLM's MIME type for frames in base64 with commas between them, whatever their format."""
 
 
 class Picture(NamedTuple):
-    """A picture or video that was decoded when it was read, of which 32 frames.
+    """A picture or video that was checked by decoding it, a video by 32 frames.
 
-    ``name`` is its path as written, or a digest where its content was written.
+    ``name`` is the path as the data has it, or a digest if the data has the content itself.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Picture(NamedTuple):
     kind: str
     """Its MIME type."""
     frames: int = 0
-    """Of a video, all that it has."""
+    """Number of frames of a video; 0 for a picture."""
 
     @property
     def is_video(self) -> bool:
@@ -54,7 +54,7 @@ class Picture(NamedTuple):
         return self.kind.startswith("video/")
 
     def read(self) -> bytes:
-        """A file's content; raises :class:`EvaluationError` if it is no longer what was checked."""
+        """Content of the file; raises :class:`EvaluationError` if it changed after the check."""
         with contextlib.suppress(OSError):
             content = self.path.read_bytes()
             if hashlib.sha256(content).hexdigest() == self.digest:
@@ -64,10 +64,10 @@ class Picture(NamedTuple):
         raise EvaluationError.of(str(self.path), what, fix)
 
     def part(self, frames: int = 0) -> dict[str, object]:
-        """The part of a chat message that has its content, as a data URL.
+        """The part of a chat message that holds the content as a data URL.
 
-        Of a folder it has at most so many frames, 0 for 32; of a video file the server samples
-        them.
+        For a folder of frames, ``frames`` limits their number (0: 32 frames); a video file is sent
+        whole, and the server samples it.
         """
         part = "video_url" if self.is_video else "image_url"
         contents = list[bytes]()
@@ -81,7 +81,7 @@ class Picture(NamedTuple):
         }
 
     def image(self) -> Image.Image:
-        """What a model sees of it, in RGB: of a video the first frame."""
+        """The picture, or the first frame of a video, in RGB as a model sees it."""
         if self.is_video and (video := read_video(self.path)) is not None:
             return video.frames[0]
         return _decode(self.read())[1]
@@ -90,7 +90,7 @@ class Picture(NamedTuple):
 class Video(NamedTuple):
     """A video: the data URL that a server is sent, and the frames that vLLM samples of it.
 
-    ``seconds`` are processor time of decoding it; ``note`` says which of ``total`` frames were left
+    ``seconds`` is the processor time of decoding; ``note`` says which of ``total`` frames were left
     out.
     """
 
@@ -102,11 +102,11 @@ class Video(NamedTuple):
 
 
 VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
-"""Endings of video files."""
+"""File name endings of videos."""
 
 
 def _sample(frames: Sequence[Any], count: int) -> list[Any]:
-    """At most so many of all frames, evenly spaced from the first on, as vLLM samples a video."""
+    """At most ``count`` frames, evenly spaced from first to last, as vLLM samples a video."""
     count = min(count, len(frames))
     last = len(frames) - 1
     return [frames[i * last // max(count - 1, 1)] for i in range(count)]
@@ -123,17 +123,17 @@ def _list_frames(folder: Path) -> list[Path]:
 
 
 def encode(kind: str, contents: Sequence[bytes]) -> str:
-    """A data URL of a file, or of frames."""
+    """The data URL of one file's content, or of several frames."""
     encoded = ",".join(base64.b64encode(content).decode() for content in contents)
     return f"data:{kind};base64,{encoded}"
 
 
 def read_video(path: Path, processor: str | None = None) -> Video | None:
-    """The video of a video file, or of a folder of frames in the order of their names.
+    """Read a video file, or a folder of frames in the order of their names.
 
-    ``processor`` is the class of a model's video processor, by which vLLM samples frames of a file:
-    two a second for Qwen-VL, 32 in all for most others. None for another path, which may be a
-    picture. Raises :class:`ConfigError` with one problem.
+    ``processor`` is the class of the model's video processor, which decides how vLLM samples a
+    file: two frames a second for Qwen-VL, 32 in all for most others. Returns None if ``path`` is
+    neither; it may be a picture. Raises :class:`ConfigError` with one problem.
     """
     is_folder = path.is_dir()
     if not is_folder and path.suffix.lower() not in VIDEOS:
@@ -177,7 +177,7 @@ def read_video(path: Path, processor: str | None = None) -> Video | None:
 
 
 def _check_frames(folder: Path, files: Sequence[Path]) -> None:
-    """Raise :class:`ConfigError` for too few frames, one that is broken, or of several sizes."""
+    """Raise :class:`ConfigError` if frames are too few, broken, or of different sizes."""
     if len(files) < 2:
         fix = "name a folder with one picture a frame, or a single picture itself"
         raise _refuse(str(folder), "has fewer than 2 frames", fix)
@@ -186,7 +186,7 @@ def _check_frames(folder: Path, files: Sequence[Path]) -> None:
         source = PictureSource(str(file), file.name, str(file))
         sizes.add(read_picture(source).image().size)
     for file in files:
-        with Image.open(file) as frame:  # its header alone
+        with Image.open(file) as frame:  # this reads only the header
             sizes.add(frame.size)
     if len(sizes) > 1:
         what = f"has frames of {len(sizes)} sizes"
@@ -194,22 +194,22 @@ def _check_frames(folder: Path, files: Sequence[Path]) -> None:
 
 
 _temporary_folder = cache(partial(tempfile.TemporaryDirectory, prefix="autoprune-"))
-"""For the pictures that are in no file, until the process ends."""
+"""Folder, until the process ends, for pictures that have no file of their own."""
 _HEIF = "HEIF"
 """Pillow's name for HEIC, which neither it nor a server reads without pillow-heif."""
 _HEIC_BRANDS = (b"heic", b"heix", b"hevc", b"mif1", b"msf1")
-"""Kinds of HEIC, as its files have them behind ``ftyp``."""
+"""Brands after ``ftyp`` that mark a file as HEIC."""
 _NOT_DECODED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
 """Formats that vLLM does not open, because they need other programs (vllm/multimodal/image.py)."""
 _MAX_BYTES = 64 << 20
 _MAX_SECONDS = 60
-"""Of a download."""
+"""Time limit of a download."""
 _ENDINGS = ("", ".jpg", ".jpeg", ".png", ".webp")
-"""Tried after a name; annotations of data sets leave them out."""
+"""Endings that are tried after a name, because some data sets leave them out."""
 
 
 class PictureSource(NamedTuple):
-    """A picture that is not read yet: where it is asked for, its name, and its file or URL."""
+    """A picture that is not read yet: where it is referred to, its name, and its file or URL."""
 
     where: str
     name: str
@@ -217,9 +217,9 @@ class PictureSource(NamedTuple):
 
 
 def find_picture(where: str, text: str, *folders: Path) -> PictureSource:
-    """The file of a path relative to one of ``folders``; URLs, data URLs and base64 are taken too.
+    """The source of the picture ``text``: a path in one of ``folders``, a URL, data URL or base64.
 
-    Raises :class:`ConfigError` with one problem, which is at ``where``.
+    Raises :class:`ConfigError` with one problem, whose place is ``where``.
     """
     if text[:8].lower().startswith(("http://", "https://")):
         return PictureSource(
@@ -249,7 +249,7 @@ def find_picture(where: str, text: str, *folders: Path) -> PictureSource:
 
 
 def _write_encoded(where: str, text: str, encoded: str) -> PictureSource:
-    """The file of a picture that is written in base64, in a data URL or alone."""
+    """Write a picture that the data has in base64 or as a data URL to a temporary file."""
     encoded = "".join(encoded.split())
     try:
         content = base64.b64decode(
@@ -268,7 +268,7 @@ _CORRECT = "correct it, or download the picture and give its path"
 
 
 def fetch(source: PictureSource, connection: Connection | None = None) -> PictureSource:
-    """The same in a file: of a URL what is downloaded, without keys and headers.
+    """``source`` with a file; a URL is downloaded to one, without keys and headers.
 
     Raises :class:`ConfigError` with one problem.
     """
@@ -289,9 +289,10 @@ _NO_FILE = "not a file"
 
 
 def _find_file(text: str, folders: Sequence[Path]) -> tuple[Path | None, str]:
-    """The file or folder of a path; without one, why the last that was tried is none.
+    """The file or folder that ``text`` names in ``folders``, or None and the reason why.
 
-    A path may be a ``file://`` URL, or be of Windows: its end is searched where the whole is not.
+    ``text`` may be a ``file://`` URL or a path of Windows; if the latter does not exist, its last
+    parts are tried as a relative path.
     """
     name = text.removeprefix("file://")
     names = [name]
@@ -310,7 +311,7 @@ def _find_file(text: str, folders: Sequence[Path]) -> tuple[Path | None, str]:
     )
     for path in paths:
         try:
-            # A pipe might never end.
+            # A pipe is refused, because reading it might never end.
             if path.is_dir() or stat.S_ISREG(path.stat().st_mode):
                 return path, ""
             return None, _NO_FILE
@@ -366,7 +367,7 @@ def _convert_heif(where: str, name: str, image: Image.Image) -> Picture:
 
 
 def _explain_unidentified(content: bytes) -> tuple[str, str]:
-    """What a file is that Pillow does not know, and what to do."""
+    """Kind of a file that Pillow cannot identify, and what the user can do."""
     if content.startswith(b"version https://git-lfs"):
         return "is a Git LFS pointer", "git lfs pull"
     if content[4:8] == b"ftyp" and content[8:12] in _HEIC_BRANDS:
@@ -384,7 +385,7 @@ def _refuse(where: str, what: str, fix: str) -> ConfigError:
 
 
 def _write_temporary(where: str, content: bytes, ending: str) -> str:
-    """A file with this content until the process ends."""
+    """Write ``content`` to a file that exists until the process ends, and return its path."""
     path = Path(
         _temporary_folder().name, f"{hashlib.sha256(content).hexdigest()}{ending}"
     )
@@ -431,7 +432,7 @@ def _register_formats() -> None:
 
 @cache
 def picture_endings() -> frozenset[str]:
-    """Endings of the files that can be read as pictures."""
+    """File name endings of all picture formats that can be read."""
     _register_formats()
     endings = Image.registered_extensions().items()
     return frozenset(
@@ -442,7 +443,7 @@ def picture_endings() -> frozenset[str]:
 
 
 def is_picture(path: Path) -> bool:
-    """Whether a file is named as a picture or a video that can be read."""
+    """Whether ``path`` is a visible file with the ending of a readable picture or video format."""
     ending = path.suffix.lower()
     is_named = ending in picture_endings() or ending in VIDEOS
     return is_named and path.name[0] != "." and not path.is_dir()
@@ -452,16 +453,18 @@ def _decode(content: bytes) -> tuple[str, Image.Image]:
     """Format of a picture, and its first frame in RGB, as in vllm/multimodal/media/image.py."""
     _register_formats()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of many pixels, and of odd metadata
+        warnings.simplefilter("ignore")  # about many pixels or odd metadata
         image: Image.Image = Image.open(
             io.BytesIO(content),
             formats=[name for name in Image.ID if name not in _NOT_DECODED],
         )
         kind = image.format or ""
-        image.load()  # whole: `verify` looks at no pixel
+        image.load()  # decodes the pixels; `verify` would not
         with contextlib.suppress(Exception):
             image = ImageOps.exif_transpose(image)
-        if image.mode == "RGB":  # where vLLM leaves a transparent colour as it is
+        if (
+            image.mode == "RGB"
+        ):  # vLLM does not convert it, even with a transparent colour
             return kind, image
         if not (image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info):
             return kind, image.convert("RGB")

@@ -13,7 +13,7 @@ from vllm_autoprune.evaluation.question_suite import QuestionSuite
 from vllm_autoprune.evaluation.questions import PreparedQuestion
 
 _SHOWN = 3
-"""Questions that are shown as they will be asked."""
+"""Number of questions that are shown as they will be asked."""
 
 
 class Preview(NamedTuple):
@@ -21,11 +21,11 @@ class Preview(NamedTuple):
 
     record: dict[str, JsonValue]
     blocks: list[str]
-    """The same as text."""
+    """The preview as paragraphs of text."""
 
 
 def preview_questions(suite: QuestionSuite) -> Preview:
-    """What is asked of a file: pictures have their names and sizes in place of their content."""
+    """The preview of ``suite``, in which names and sizes stand for the content of pictures."""
     questions = suite.questions
     shown = questions[:_SHOWN]
     images = {picture.name for q in questions for picture in q.pictures}
@@ -81,7 +81,7 @@ def _record_question(question: PreparedQuestion) -> dict[str, JsonValue]:
 
 
 def _describe_question(question: PreparedQuestion) -> Iterator[str]:
-    """Lines: the place of a question, its messages, and the answers that are accepted."""
+    """Lines with the place of a question, its messages, and its accepted answers."""
     yield f"{question.where}, category {question.category}"
     for message in render(question.turns, _record_picture):
         content = message["content"]

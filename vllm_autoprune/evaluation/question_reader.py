@@ -56,7 +56,7 @@ class QuestionReader:
                     self.file.note_unread(file.parent)
         except ConfigError as error:
             problems += error.problems
-        except OSError as error:  # of the folder
+        except OSError as error:  # the folder cannot be listed
             what = f"cannot be read ({error.strerror})"
             problems.append(Problem(str(error.filename), what, self._fix))
 
@@ -77,14 +77,14 @@ class QuestionReader:
                     self.file.left_out[question] += 1
 
     def _read_record(self, where: str, record: Any) -> AskedQuestion | str:
-        """The question of a record, or why it is left out."""
+        """The question of a record, or the reason why it is left out."""
         if isinstance(record, Problem):
             raise ConfigError("data", [record])
         return read_record(where, unwrap_request(record), self.file)
 
 
 def _explain(error: ValidationError) -> str:
-    """What is wrong with the fields of a record, each said once."""
+    """What is wrong with the fields of a record, without repetitions."""
     meanings = dict[str, str]()
     for detail in error.errors(include_url=False):
         name = "".join(f"{str(field)[:40]!r} " for field in detail["loc"][:1])

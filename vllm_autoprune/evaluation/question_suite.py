@@ -40,26 +40,26 @@ from vllm_autoprune.http_client import AsyncServerClient, ServerLost
 _DIGITS = 5
 """Decimals of log-probabilities; bfloat16 has less precision."""
 _WRITE_EVERY = 64
-"""Answers that are written together; a killed process loses at most as many."""
+"""Number of answers that are written together; a killed process loses at most this many."""
 _CHECKED = 50
-"""Questions that the unpruned model is asked first: of none of them is it right by chance in one of
-200 evaluations where it is right in a tenth."""
+"""Number of questions that the unpruned model is asked first. A model that is right in 10 % of all
+questions has no right answer among them in one of 200 evaluations."""
 _SERVE_TEMPLATE = (
     "serve it with a chat template that ends with the answer that it is given"
 )
 _THUMBNAIL = 160
-"""Pixels of a picture's longer side in a page."""
+"""Longer side of a picture in a page, in pixels."""
 
 _Pair = tuple[Case, PreparedQuestion]
 
 
 @dataclass
 class QuestionSuite:
-    """Questions of a file, each request with the pruning options of its case.
+    """Questions of a file; each request has the pruning options of its case.
 
-    A known answer is scored in the prompt. Else the unpruned model's greedy answer is the reference
-    of every case, and one that differs is only asked for where labels are to be compared with it,
-    or for the page.
+    If every question has a single exact answer, it is scored as part of the prompt. Otherwise the
+    unpruned model's greedy answer is the reference of every case. A case's own answer is then
+    generated only if it differs and is compared with labels, or shown on the page.
     """
 
     server: Server
@@ -72,19 +72,19 @@ class QuestionSuite:
 
     @property
     def has_labels(self) -> bool:
-        """Whether every question has an answer of the data."""
+        """Whether the data has an answer to every question."""
         return all(question.answers for question in self.questions)
 
     @property
     def decodes(self) -> bool:
-        """Whether answers are decoded: else one that is known is scored in the prompt."""
+        """Whether answers are decoded; otherwise known answers are scored in the prompt."""
         return self.unpruned or not all(
             question.is_exact for question in self.questions
         )
 
     @property
     def setup(self) -> Setup:
-        """The questions with a digest of them and their images."""
+        """The set-up, with a digest of the questions and their images."""
         digest = hashlib.sha256()
         for question in self.questions:
             digest.update(f"{question.digest}\n{question.answers}\n".encode())
@@ -113,7 +113,7 @@ class QuestionSuite:
         return f"{cases} cases x {questions} questions: {cases * questions:,} requests{more}"
 
     def picture(self, id: str) -> str:
-        """The picture of a question, small; empty where there is none, or it has changed."""
+        """Data URL of a question's picture, made small; empty if it is missing or has changed."""
         buffer = io.BytesIO()
         pictures = next(q.pictures for q in self.questions if q.record.id == id)
         with contextlib.suppress(EvaluationError, IndexError):
@@ -146,10 +146,10 @@ class QuestionSuite:
         pairs: Sequence[_Pair],
         journal: Journal,
     ) -> None:
-        """Score all pairs: of a new evaluation first some of the unpruned model, which are checked.
+        """Score all pairs; a new evaluation begins with some of the unpruned model, as a check.
 
-        Raises :class:`ConfigError` where no score can come of them, :class:`EvaluationError` if
-        the server has stopped answering.
+        Raises :class:`ConfigError` if the check gives no score, and :class:`EvaluationError` if the
+        server has stopped answering.
         """
         url, connection, _, max_in_flight = self.server
         server = AsyncServerClient(url, max_in_flight, connection)
@@ -177,7 +177,7 @@ class QuestionSuite:
 
 @dataclass
 class _Scoring:
-    """Scores of pairs of a case and a question, which are asked concurrently and recorded."""
+    """Scores pairs of a case and a question concurrently, and records the answers."""
 
     suite: QuestionSuite
     servers: Sequence[AsyncServerClient]
@@ -186,15 +186,15 @@ class _Scoring:
     progress: tqdm[NoReturn]
     unwritten: list[Answer] = field(default_factory=list)
     unpruned: dict[str, asyncio.Future[Answer]] = field(default_factory=dict)
-    """The unpruned model's answers by question, which other cases wait for."""
+    """Answers of the unpruned model by question; other cases wait for them."""
     failures: list[Problem] = field(default_factory=list)
-    """Why requests failed, in their order."""
+    """Problems of failed requests, in order of failure."""
 
     async def score_all(self, pairs: Sequence[_Pair]) -> None:
-        """Score pairs, started in order; answers are written even after an error.
+        """Score pairs, which are started in order; answers are written even after an error.
 
-        Of a question the unpruned model comes first. Raises :class:`EvaluationError` if the server
-        has stopped answering.
+        The unpruned model's pair of a question has to come before its other pairs. Raises
+        :class:`EvaluationError` if the server has stopped answering.
         """
         loop = asyncio.get_running_loop()
         for case, question in pairs:
@@ -243,7 +243,7 @@ class _Scoring:
         update: dict[str, object] = {}
         if not self.suite.decodes:
             scored = await score_answer(*request, question.answers[0], case.fields)
-            # Greedy decoding gives the answer, and then stops or starts another word.
+            # An answer is right only if greedy decoding does not continue its last word.
             ends = not scored.following[:1].isalnum()
             update = {
                 "score": float(scored.right and ends),
@@ -265,7 +265,7 @@ class _Scoring:
         if reference.text:
             with contextlib.suppress(AnswerChanged):
                 scored = await score_answer(*request, reference.text, case.fields)
-                # The end of an answer is part of it, unless its length ended it.
+                # Agreement includes the end of the answer, unless the maximum length cut it.
                 agrees = scored.right and (
                     reference.cut or not scored.following.strip()
                 )
@@ -287,7 +287,7 @@ class _Scoring:
         return answer.model_copy(update=update)
 
     def require_scores(self) -> None:
-        """Raise :class:`ConfigError` where no first answer has a score: no other would have one."""
+        """Raise :class:`ConfigError` if no answer so far has a score, as later ones would not."""
         where = self.servers[0].url
         answers = self.journal.contents.answers[FULL.name].values()
         texts = [answer.text for answer in answers if answer.failure is None]
@@ -306,9 +306,9 @@ class _Scoring:
         raise ConfigError.of(where, what, fix, subject="eval")
 
     async def complete_examples(self) -> None:
-        """Generate the pruned model's text of the examples that the report shows.
+        """Generate the pruned model's text for the examples that the report shows.
 
-        Without labels nothing else reads it, so it is asked for last.
+        It is requested last, because without labels nothing else needs it.
         """
         questions = {question.record.id: question for question in self.suite.questions}
         cases = {case.name: case for case in self.suite.cases}

@@ -1,4 +1,4 @@
-"""Questions of one's own as they are asked: read, checked against each other, and ordered."""
+"""The user's own questions, which are read, checked against each other, and ordered."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_PROBLEMS = 20
 
 
 def refuse(subject: str, problems: Sequence[Problem]) -> None:
-    """Raise :class:`ConfigError` with the first twenty of these problems, if there are any."""
+    """Raise :class:`ConfigError` with the first twenty of ``problems``, if there are any."""
     if (more := len(problems) - _MAX_PROBLEMS) > 0:
         count = Problem(subject, f"{more} more problems", "fix those above first")
         problems = [*problems[:_MAX_PROBLEMS], count]
@@ -33,7 +33,7 @@ def refuse(subject: str, problems: Sequence[Problem]) -> None:
 
 
 class Example(FrozenModel):
-    """One question of a search about one image, which has one name for each content."""
+    """A question of a search about one image; images with equal content have one name."""
 
     image: Text
     question: Text
@@ -45,10 +45,10 @@ class Example(FrozenModel):
 def read_examples(
     path: Path, problems: list[Problem], fix: str
 ) -> tuple[list[Example], dict[str, Picture]]:
-    """The examples of one file or folder of a search, and their pictures by name.
+    """Examples of a search from one file or folder, and their pictures by name.
 
-    Of several answers the most frequent counts. Problems are added to ``problems``; ``fix`` is for
-    a file that cannot be read.
+    If a question has several answers, the most frequent counts. Problems are added to ``problems``;
+    ``fix`` is the advice for a file that cannot be read.
     """
     examples = list[Example]()
     pictures = dict[str, Picture]()
@@ -100,9 +100,10 @@ def read_questions(
 ) -> Sequence[PreparedQuestion]:
     """The first ``limit`` questions of a file or folder, ordered by image; raises ConfigError.
 
-    Pictures are searched beside the file, or in ``images``; ``unlabelled``: whether questions may
-    have no answers; ``frames``: how many are sampled of videos, which all are about. The error
-    lists every problem with its line. A pair that the limit cuts is left out.
+    Pictures are searched for beside the file, or in ``images``. ``unlabelled``: whether questions
+    may have no answer. ``frames``: number of frames sampled of a video; above 0, all questions have
+    to be about videos. The error lists every problem with its line. A pair is left out if
+    ``limit`` excludes one of its questions.
     """
     problems: list[Problem] = []
     fix = "give the path of questions, or of a folder of pictures"
@@ -116,7 +117,7 @@ def read_questions(
         problems.append(Problem(without[0], what, fix))
     for question in asked:
         videos = [picture for picture in question.pictures if picture.is_video]
-        # vLLM samples a file again of which all frames are read.
+        # vLLM samples a video file once more if all of its frames are read.
         few = min((v.frames - (not v.path.is_dir()) for v in videos), default=frames)
         what = "asks about a video"
         fix = "add --frames 32, or leave it out"
@@ -142,7 +143,7 @@ def read_questions(
         category = question.category
         if paired and sizes[names[number], question.pair] < 2:
             continue
-        # Names of what is scored in pairs.
+        # These names are reserved for questions that are scored in pairs.
         single = f"{category} without pairs" if category in (MME, PAIRS) else category
         record = Question(
             id=str(number),
@@ -163,7 +164,7 @@ def read_asked(
     images: Path | None = None,
     connection: Connection | None = None,
 ) -> list[AskedQuestion]:
-    """The questions of a file or folder in order, with pictures of one name for each content."""
+    """Questions of a file or folder in order; pictures with equal content get one name."""
     earlier = len(problems)
     reader = QuestionReader(path, images, fix)
     read = dict[str, Picture | ConfigError]()
@@ -189,7 +190,7 @@ def read_asked(
             questions.append(replace(question, turns=render(question.turns, read_once)))
         except ConfigError as error:
             problems += error.problems
-    # A picture that several questions have is told once.
+    # The problem of a picture that several questions have is reported once.
     problems[earlier:] = dict.fromkeys(problems[earlier:])
     for note in reader.file.notes():
         print(f"{path}: {note}", file=sys.stderr)
@@ -205,9 +206,9 @@ def read_asked(
 def _find_contradictions(
     questions: Sequence[AskedQuestion], *, cut: bool
 ) -> Iterator[Problem]:
-    """Questions about one image with two answers; else pairs that are not one yes and one no.
+    """Problems of equal questions with different answers; without any, of malformed pairs.
 
-    ``cut``: whether a limit may have left half of a pair.
+    A pair needs one "yes" and one "no". ``cut``: whether a limit may have excluded half of a pair.
     """
     answers: dict[str, AskedQuestion] = {}
     pairs: dict[tuple[str, int], list[AskedQuestion]] = {}

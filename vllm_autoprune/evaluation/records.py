@@ -1,6 +1,6 @@
 """Records of files: JSON lines, one JSON document, TSV and CSV.
 
-Every problem is told with its line or record, and nothing else is raised.
+Every problem is reported with its line or record; no other exception is raised.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FORM = (
     'write one object a line: {"image": "a.png", "question": "...", "answer": "..."}, or "video", '
     'with "category" as text and "pair" as a whole number where wanted'
 )
-"""What to do about a record that is none."""
+"""Advice for a record that is not valid."""
 _FOLDER = "put it into a folder with a questions.txt, and name the folder"
 _NOT_TEXT = {
     rb"\x1f\x8b": ("gzip", "gunzip {}"),
@@ -46,15 +46,16 @@ _NOT_TEXT = {
     rb"SQLite format 3": ("a SQLite database", "export a table of it as CSV"),
     rb"\x80[\x02-\x05](}|]|\x95|c|X)": ("a pickle", "save it as JSON or CSV"),
 }
-"""Other kinds of files by their beginning, and what makes a data set of them."""
+"""Kinds of files that are not text, by their first bytes, and how to convert each to a data set."""
 _UTF_16 = re.compile(rb"\A(\xff\xfe|\xfe\xff)|([^\0]\0){4}|(\0[^\0]){4}")
 _BEGINNING = 512
 
 
 def read_lines(path: Path, fix: str) -> Iterator[tuple[int, str]]:
-    """The lines of a UTF-8 file with their numbers and ends; ``\\n`` alone ends one.
+    """Numbered lines of a UTF-8 file with their line ends; only ``\\n`` ends a line.
 
-    Raises :class:`ConfigError` with one problem; ``fix`` is for a file that cannot be opened.
+    Raises :class:`ConfigError` with one problem; ``fix`` is the advice if the file cannot be
+    opened.
     """
     where = str(path)
     line = b""
@@ -83,7 +84,7 @@ def read_lines(path: Path, fix: str) -> Iterator[tuple[int, str]]:
 
 
 def _refuse_other_kinds(path: Path, beginning: bytes) -> None:
-    """Raise :class:`ConfigError` for a file that is no text, or a page, by how it begins."""
+    """Raise :class:`ConfigError` if the first bytes show a file that is not text, or is HTML."""
     for pattern, (kind, command) in _NOT_TEXT.items():
         if re.match(pattern, beginning, re.DOTALL):
             advice = command.format(shlex.quote(str(path)))
@@ -92,7 +93,7 @@ def _refuse_other_kinds(path: Path, beginning: bytes) -> None:
 
 
 def parse(text: str) -> Any:
-    """JSON, strictly, in which numbers are text as it is written and NaN is null, or the error."""
+    """Parse strict JSON, with numbers as text and NaN as None; returns the error if invalid."""
     try:
         from_json(text)
         return json.loads(
@@ -108,9 +109,9 @@ def parse(text: str) -> Any:
 def read_records(
     path: Path, fix: str, columns: Collection[str]
 ) -> Iterator[tuple[str, Any]]:
-    """The records of a file, each with its place; in place of one that is none, its problem.
+    """Records of a file, each with its place; an invalid record is replaced by its problem.
 
-    ``columns`` are those that data sets have: a table is recognised by its header.
+    ``columns`` are the known columns of data sets, by which a table's header is recognised.
     """
     if is_arrow(path):
         yield from read_arrow(path)
@@ -153,7 +154,7 @@ def read_records(
 def _read_table(
     path: Path, header: Header, numbered: Iterator[tuple[int, str]]
 ) -> Iterator[tuple[str, Any]]:
-    """The rows of a table, each with the line on which it begins."""
+    """Rows of a table, each with the place of its first line."""
     for number, row in read_rows(header, (line for _, line in numbered)):
         where = f"{path}:{number}"
         if isinstance(row, str):
@@ -164,7 +165,7 @@ def _read_table(
 
 
 def _explain(where: str, record: object) -> object:
-    """The problem of what is no JSON; a record as it is."""
+    """The problem if ``record`` is not JSON; otherwise ``record`` unchanged."""
     if not isinstance(record, ValueError):
         return record
     reason = str(record).replace(" at line 1 column ", " at column ")
@@ -172,7 +173,7 @@ def _explain(where: str, record: object) -> object:
 
 
 def _list_records(path: Path, document: object) -> Sequence[object]:
-    """The records of a JSON document: a list, an object with one, or one record."""
+    """Records of a JSON document, which is a list, an object that contains a list, or a record."""
     if isinstance(document, dict):
         questions = document.get("questions")
         if isinstance(questions, list):
@@ -186,7 +187,7 @@ def _list_records(path: Path, document: object) -> Sequence[object]:
 
 
 def _list_by_name(document: object) -> list[dict[str, object]]:
-    """Records of an object that has each under its number, as ScienceQA; none for another."""
+    """Records of an object whose keys are their numbers, as in ScienceQA; else an empty list."""
     if not isinstance(document, dict):
         return []
     records = [
@@ -200,7 +201,7 @@ def _list_by_name(document: object) -> list[dict[str, object]]:
 def _join_annotations(
     path: Path, document: Mapping[str, object], questions: Sequence[object]
 ) -> Sequence[object]:
-    """VQAv2's questions with the answers to them, which it has in a file beside theirs."""
+    """VQAv2's questions joined with their answers, which are in another file of the folder."""
     subtype = document.get("data_subtype")
     extra = {} if subtype is None else {"subtype": subtype}
     found = sorted(path.parent.glob("*annotations*.json"))

@@ -4,14 +4,15 @@ Figures are per cent, points for MME, and natural logarithms for log-probabiliti
 difference is in favour of the row's own case.
 
 A row's scores are the totals of a benchmark's own scorer if the journal has them; differences and
-intervals are always computed from single answers. A case without all answers has no row.
+intervals are always computed from single answers. A case with missing answers has no row.
 
-Pruning is compared with the resize control on the same questions, at the same K, overall and by
-kind: a smaller image is what an operator has without a plugin, so a state has to beat it.
+Pruning is compared with the resize control on the same questions at the same K, overall and by
+kind: a smaller image needs no plugin, so a state has to beat it.
 
-Without labels the reference is the unpruned model's answer, and the share of its tokens that greedy
-decoding gives after the ones before them decides: a long answer rarely stays the same to its end,
-and a log-probability falls with how sure a model is of what is wrong.
+Without labels, the unpruned model's answer is the reference, and cases are compared by the share
+of its tokens that greedy decoding gives after the tokens before them. Whole answers are no good
+measure, because a long one rarely stays the same to its end; nor are log-probabilities, which also
+fall when a model is less sure of a wrong answer.
 """
 
 from __future__ import annotations
@@ -37,29 +38,29 @@ from vllm_autoprune.statistics import Estimate, Floats, correlate_ranks
 Winner = Literal["pruning", "resizing", "not decided", "too few images"]
 
 MIN_IMAGES = 6
-"""Images below which there is no verdict: even if all of them favoured one side, a sign test would
-not reach 5 %, and an interval by resampling them is too narrow."""
+"""Fewest images for a verdict: with fewer, a sign test does not reach 5 % even if all favour one
+side, and an interval from resampling them is too narrow."""
 
 NOTHING_RIGHT = "no answer is right even with all tokens"
 WRITE_AS_THE_MODEL = (
     "write the answers exactly as the model does (capitals, full stop, language), and ask it for a "
     "word or a number"
 )
-"""A reason against an evaluation, and how to fix it."""
+"""Advice for :data:`NOTHING_RIGHT`."""
 
 _DIGITS = 4
 _MIN_RANKED = 4
-"""States below which their order says little."""
+"""Fewest states for a rank correlation."""
 _EXAMPLES = 6
 PRUNING_ARMS: tuple[Arm, ...] = ("found", "autoprune", "base")
-"""Kinds of cases that a report may be about, the most specific first."""
+"""Arms whose cases a report may be about, the most specific first."""
 
 
 class Comparison(FrozenModel):
-    """A case less the resize control at the same K, by what decides.
+    """Difference between a case and the resize control at the same K.
 
-    In points of per cent right; where a score is agreement, of its tokens. ``kind`` is one kind of
-    question, None for all of them.
+    It is in percentage points of right answers, or of the reference's tokens if a score is
+    agreement. ``kind`` is the kind of question, None for all questions.
     """
 
     case: str
@@ -71,7 +72,7 @@ class Comparison(FrozenModel):
 
 
 class _Estimates(FrozenModel):
-    """Figures with 95 % intervals, of a case or of its difference to another one."""
+    """Figures with 95 % intervals, of a case or of its difference from another case."""
 
     accuracy: Estimate | None = None
     logprob: Estimate | None = None
@@ -81,14 +82,14 @@ class _Estimates(FrozenModel):
 
 
 class _Differences(_Estimates):
-    """A case minus another one on the same questions."""
+    """Differences between a case and another one on the same questions."""
 
     acc: Estimate | None = None
     mme: Estimate | None = None
 
 
 class _Row(_Estimates):
-    """Results of one case, every question of which has an answer."""
+    """Results of a case that has an answer to every question."""
 
     case: Case
     benchmarks: dict[str, float]
@@ -97,16 +98,16 @@ class _Row(_Estimates):
     same: Estimate | None = None
     """Share of the reference's tokens before the first that differs, in per cent."""
     prompt_tokens: float | None
-    """Their mean, where the server told any."""
+    """Mean number of tokens of a prompt; None if the server reported none."""
     to_full: _Differences | None = None
     to_base: _Differences | None = None
     to_resized: _Differences | None = None
     to_case: _Differences | None = None
-    """To what the report is about, at the same K."""
+    """Differences from the state that the report is about, at the same K."""
 
 
 class _Example(FrozenModel):
-    """A question whose answer changes in the case that the report is about."""
+    """A question to which the case that the report is about gives another answer."""
 
     id: str
     image: str
@@ -114,42 +115,42 @@ class _Example(FrozenModel):
     unpruned: str
     pruned: str | None
     per_token: float
-    """Less that of the unpruned model."""
+    """ln p a token of the unpruned model's answer, minus its value in the unpruned model."""
 
 
 class Report(FrozenModel):
-    """Report of an evaluation; ``reasons`` say why it is not valid, and are empty if it is."""
+    """Report of an evaluation; ``reasons`` says why it is not valid, and is empty if it is."""
 
     setup: Setup
     questions: int
     left_out: int = 0
-    """Questions whose reference cannot be scored."""
+    """Number of questions whose reference cannot be scored."""
     cut: int = 0
-    """References that end by their length."""
+    """Number of references that the maximum length cut."""
     tokens: float | None = None
-    """Mean length of the references."""
+    """Mean length of the references, in tokens."""
     images: int
     reasons: tuple[str, ...]
     rows: tuple[_Row, ...]
     refused: tuple[Case, ...]
     resizing: tuple[Comparison, ...] = ()
     rank_correlations: Mapping[str, Estimate] = {}
-    """Of each figure of agreement with accuracy, over the states at one K."""
+    """Rank correlation of each figure of agreement with accuracy, over the states at one K."""
     examples: tuple[_Example, ...] = ()
 
     @property
     def case(self) -> Case | None:
-        """What the report is about."""
+        """The case that the report is about; None if nothing was pruned."""
         return _choose_case(row.case for row in self.rows)
 
     @property
     def states(self) -> list[Case]:
-        """Cases that were to be evaluated; a base policy alone only where it was named."""
+        """Cases of the states that the user named; a base policy alone only if it was named."""
         return _choose_states([row.case for row in self.rows])
 
     @property
     def overall(self) -> Comparison | None:
-        """That and resizing, on questions of every kind."""
+        """Comparison of :attr:`case` with the resize control on all questions."""
         name = self.case and self.case.name
         return next(
             (c for c in self.resizing if c.case == name and c.kind is None), None
@@ -157,17 +158,17 @@ class Report(FrozenModel):
 
     @property
     def frames(self) -> int:
-        """Frames that are sampled of a video; 0 of pictures."""
+        """Number of frames that are sampled of a video; 0 if the questions are about pictures."""
         return max((row.case.frames for row in self.rows), default=0)
 
     @property
     def valid(self) -> bool:
-        """Whether there is no reason against the report."""
+        """Whether there are no ``reasons`` against the report."""
         return not self.reasons
 
     @classmethod
     def build(cls, contents: Contents, more: Iterable[str] = ()) -> Report:
-        """The report of a journal that has a set-up; ``more`` are further reasons against it."""
+        """Compute the report of a journal that has a set-up; ``more`` are further reasons."""
         (setup,) = contents.setups.values()
         full = contents.answers.get("full", {})
         unscored = {
@@ -192,9 +193,7 @@ class Report(FrozenModel):
             list(_build_rows(contents, questions, figures)) if "full" in figures else []
         )
         accuracy = figures["full"].metrics.get("accuracy") if rows else None
-        if (
-            accuracy is not None and accuracy[0] == 0
-        ):  # whatever prunes can then be no worse
+        if accuracy is not None and accuracy[0] == 0:  # pruning could then not be worse
             reasons.insert(0, f"full: {NOTHING_RIGHT} -> {WRITE_AS_THE_MODEL}")
         measured = {row.case.digest for row in rows}
         return cls(
@@ -206,7 +205,7 @@ class Report(FrozenModel):
             images=len({question.image for question in questions}),
             reasons=tuple(reasons),
             rows=tuple(rows),
-            # The server's own state, of no K, is listed until a case has it.
+            # The server's own state, which has no K, is listed unless a case measured it.
             refused=tuple(
                 case
                 for case in contents.cases.values()
@@ -230,7 +229,7 @@ class Report(FrozenModel):
         )
 
     def format_json(self) -> str:
-        """The report without the states that were sent, which the journal contains."""
+        """The report as JSON, without the states that were sent; the journal contains those."""
         sent = {"pruning"}
         content = self.model_dump(
             mode="json",
@@ -248,7 +247,7 @@ def _choose_case(cases: Iterable[Case]) -> Case | None:
 
 
 def _choose_states(cases: Sequence[Case]) -> list[Case]:
-    """Those that prune, without base policies that only a state is compared with."""
+    """Cases that prune, without base policies that only serve as a state's comparison."""
     bases = {case.base for case in cases}
     pruning = [case for case in cases if case.arm in PRUNING_ARMS]
     return [case for case in pruning if case.arm != "base" or case.name not in bases]
@@ -257,9 +256,10 @@ def _choose_states(cases: Sequence[Case]) -> list[Case]:
 def _correlate_with_accuracy(
     cases: Sequence[Case], figures: Mapping[str, Figures]
 ) -> dict[str, Estimate]:
-    """Spearman's rank correlation of figures of agreement with accuracy, by their names.
+    """Spearman's rank correlation with accuracy, by the name of each figure of agreement.
 
-    Over the states at the K that the report is about, at least :data:`_MIN_RANKED`.
+    It is over the states at the K that the report is about; empty for fewer than
+    :data:`_MIN_RANKED` states.
     """
     about = _choose_case(cases)
     correlations = dict[str, Estimate]()
@@ -281,9 +281,10 @@ def _correlate_with_accuracy(
 
 
 def choose_examples(contents: Contents) -> list[tuple[float, Answer]]:
-    """Answers of the case that a report is about which differ from the unpruned model's.
+    """Answers that differ from the unpruned model's, in the case that a report is about.
 
-    One an image, each with its ln p a token less the unpruned model's; the largest falls first.
+    There is one for an image. Each comes with its ln p a token minus that of the unpruned model;
+    the largest falls are first.
     """
     case = _choose_case(contents.cases.values())
     full = contents.answers.get("full", {})
@@ -309,7 +310,7 @@ def _build_rows(
     states = _choose_states(cases)
     benchmarks = {q.benchmark for q in questions}
     divisor = contents.setups[""].mme_divisor
-    # The total of a benchmark's own scorer, or else what is computed from answers.
+    # The total of a benchmark's own scorer is preferred to the score computed from answers.
     scores = {}
     for name in figures:
         computed = {
@@ -322,7 +323,7 @@ def _build_rows(
         metrics = figures[case.name].metrics
         if not benchmarks <= points.keys():
             continue
-        # Paired: all figures are of the same resamples.
+        # The differences are paired, because all figures use the same resamples.
         fields = dict[str, Any]()
         for field, other in (
             ("to_full", "full"),
@@ -358,14 +359,14 @@ def _build_rows(
 
 
 def _estimate(figure: Floats) -> Estimate | None:
-    """Rounded value and interval; None for a figure without a finite value."""
+    """Rounded value and interval of a figure; None if its value is not finite."""
     return Estimate.of(figure).rounded(_DIGITS) if np.isfinite(figure[0]) else None
 
 
 def _compare_with_resizing(
     contents: Contents, questions: Sequence[Question], figures: Mapping[str, Figures]
 ) -> Iterator[Comparison]:
-    """Each case that runs a policy and has a resize control, overall and then by kind."""
+    """Comparisons of every pruned case that has a resize control, overall and then by kind."""
     kinds = {question.topic for question in questions}
     for name, case in contents.cases.items():
         control = figures.get(f"resized@{case.budget}")

@@ -1,5 +1,4 @@
-"""Runs of an evaluation: cases, what a running server serves of them, report files.
-
+"""Runs of an evaluation: its cases, those that a running server can serve, and report files.
 Every request carries the pruning options of its case, so the server needs ``--autoprune-requests
 states``. Whatever ends a run, the answers recorded until then are kept, and the report tells
 whether they are valid.
@@ -58,8 +57,9 @@ def evaluate(
 ) -> Report:
     """Measure what is missing and write the report files; ``picture``: see :func:`build_page`.
 
-    ``measure`` adds to the journal what it lacks. It raises :class:`ConfigError` if it cannot
-    start, as this does, and :class:`EvaluationError` if it cannot continue: a reason in the report.
+    ``measure`` adds the missing answers to the journal. If it cannot start, it raises
+    :class:`ConfigError`, and so does this function; if it cannot continue, it raises
+    :class:`EvaluationError`, which becomes a reason in the report.
     """
     path = folder / JOURNAL
     if not resume and path.exists() and path.stat().st_size:
@@ -70,7 +70,7 @@ def evaluate(
         contents = journal.contents
         interruptions = list[str]()
         is_new = not (contents.answers or contents.totals)
-        # A server that need not be asked again was asked whose state is its own.
+        # A complete evaluation does not ask the server again, so its recorded mark is kept.
         marks = {name: case.served for name, case in contents.cases.items()}
         cases = [
             c.model_copy(update={"served": marks.get(c.name, False)}) for c in cases
@@ -85,7 +85,7 @@ def evaluate(
             raise KeyboardInterrupt(text) from None
         except ConfigError:
             if is_new:
-                path.unlink()  # else the corrected command would have to say --resume
+                path.unlink()  # otherwise the corrected command would need --resume
             raise
         report = Report.build(contents, interruptions)
     try:
@@ -114,9 +114,9 @@ def _prune_case(
     budget: int | str,
     base: str = "",
 ) -> Case:
-    """A case that sends a state in every request; refused if the state cannot have the budget.
+    """A case that sends ``state`` in every request; refused if the state cannot have the budget.
 
-    Of a video, a state without rules for frames keeps as many tokens of each.
+    A state without rules for frames keeps the same number of tokens of each frame of a video.
     """
     refused = ""
     field = "budget"
@@ -142,15 +142,15 @@ def _prune_case(
 
 
 def _build_controls(norm: Case, rule: int | str) -> Iterator[Case]:
-    """The controls at a case's budget: K random tokens, and what works without a plugin.
+    """The controls at a case's budget: K random tokens, and an alternative without a plugin.
 
-    That is the image resized to K tokens; of a video, if K is a share, all tokens of that share of
-    its frames.
+    The alternative is the image resized to K tokens. For a video, if K is a share, it is that
+    share of the frames with all tokens.
     """
     budget = norm.budget
     frames = norm.frames
     pruning: dict[str, JsonValue] = {"keep": "random", "budget": budget}
-    if frames:  # a server prunes videos only by a state with frames
+    if frames:  # only a state with rules for frames prunes videos
         pruning = {**norm.pruning, "keep": "random"}
     yield norm.model_copy(
         update={
@@ -182,7 +182,7 @@ def _build_controls(norm: Case, rule: int | str) -> Iterator[Case]:
 
 
 def _residual_on(policy: str, videos: bool) -> PruningState:
-    """The shipped state with another base policy; for videos with its rules for frames."""
+    """The shipped state on base policy ``policy``, with its rules for frames if ``videos``."""
     source = load_state(_SOURCE)
     if policy == source.base_policy.name:
         return source
@@ -200,7 +200,7 @@ def _residual_on(policy: str, videos: bool) -> PruningState:
 
 
 def _read_states(names: Sequence[str], frames: int) -> list[PruningState]:
-    """States by name or file; ``all`` is the exchange of ``autoprune`` on every base policy."""
+    """Read states by name or file; ``all`` is ``autoprune``'s exchange on every base policy."""
     states = list[PruningState]()
     for name in names:
         if name == "all":
@@ -211,22 +211,22 @@ def _read_states(names: Sequence[str], frames: int) -> list[PruningState]:
 
 
 def _strip_to_base(state: PruningState) -> PruningState:
-    """The base policy of a state with the same parameters, and no exchange."""
+    """``state`` without its exchange: its base policy with the same parameters."""
     policy = state.base_policy
     data = load_state(policy.name).model_dump(mode="json")
     return load_state(data | {"base_policy": policy.model_dump(mode="json")})
 
 
 class _Labels:
-    """Labels of states in tables and names of cases: each has one of its own."""
+    """Distinct labels for states, which are used in tables and in the names of cases."""
 
     def __init__(self) -> None:
-        # The names of the controls' cases begin with these.
+        # Names of the controls' cases begin with these labels.
         controls = ("random", "resized")
         self._labels = {(control, ""): control for control in controls}
 
     def label(self, state: PruningState, suffix: str) -> str:
-        """The state's name, with the suffix where a control or another state has that name."""
+        """The state's name, followed by ``suffix`` if a control or another state has the name."""
         label = state.name
         if label in self._labels.values():
             label += suffix
@@ -239,14 +239,14 @@ def build_cases(
     cells: Sequence[str] = (),
     frames: int = 0,
 ) -> list[Case]:
-    """The full model; then for each budget the controls, and each state behind its base policy.
+    """The cases: the full model, and for each budget the controls, base policies and states.
 
-    ``names``: states by name or file; ``all`` is the exchange of ``autoprune`` on every base
-    policy, which gives a table of base policies. ``cells``: rules for dropping cells before the
-    tower; each adds a case of its own, and one together with the state of every other case.
-    ``frames``: frames sampled of each video; above 0, budgets are those of videos. Raises
-    :class:`BudgetError` for a text that is no budget, and :class:`StateError` for one that is no
-    rule of cells.
+    Every state follows its base policy. ``names``: states by name or file; ``all`` is the exchange
+    of ``autoprune`` on every base policy, which gives a table of base policies. ``cells``: rules
+    for dropping cells before the vision tower; a rule adds a case of its own, and one that
+    combines it with each other case. ``frames``: number of frames sampled of a video; above 0,
+    budgets are those of videos. Raises :class:`BudgetError` for an invalid budget, and
+    :class:`StateError` for an invalid rule of cells.
     """
     rules = {
         text: BudgetCall.parse(text, "--budgets", video=frames > 0).rule()
@@ -255,7 +255,7 @@ def build_cases(
     builder = _CaseBuilder(_read_states(names, frames), frames)
     cases = [FULL.model_copy(update={"frames": frames})]
     for text, rule in rules.items():
-        # "1/8" stays the text that it is, "64" becomes the number 64.
+        # "1/8" remains a text; "64" becomes the number 64.
         budget = rule if isinstance(rule, int) else text
         cases += builder.build_for_budget(budget, rule)
     selections = [case for case in cases if case.digest]
@@ -263,12 +263,12 @@ def build_cases(
         cell_rule = Cells.parse(text, "--cells")
         if cell_rule is not None:
             cases += builder.build_for_cells(cell_rule, selections)
-    # States share base policies: of cases with one name the last stays, in the first's place.
+    # States share base policies: the last of several cases with one name replaces the first.
     return list({case.name: case for case in cases}.values())
 
 
 class _CaseBuilder:
-    """Builds the cases of the states that are evaluated."""
+    """Builds the cases of the evaluated states."""
 
     def __init__(self, states: Sequence[PruningState], frames: int) -> None:
         self._states = states
@@ -277,14 +277,14 @@ class _CaseBuilder:
         self._norm = load_state("norm")
         self._named = {state.digest for state in states}
         """Digests of the states that the user named."""
-        # The names of states come before those of their base policies, which may be the same.
+        # States get their labels before base policies do, because both may have the same name.
         self._labels = _Labels()
         self._state_labels = [
             self._labels.label(state, f"-{state.digest[:12]}") for state in states
         ]
 
     def build_for_budget(self, budget: int | str, rule: int | str) -> Iterator[Case]:
-        """The controls, norm, and each state behind its base policy alone, at one budget."""
+        """The cases at one budget: controls, norm, and each state after its base policy alone."""
         norm = self._norm
         label = self._labels.label(norm, f"-{norm.digest[:12]}")
         by_norm = self._prune("norm", label, norm, budget)
@@ -295,12 +295,12 @@ class _CaseBuilder:
             base_label = self._labels.label(alone, f"-of-{label}")
             yield self._prune(self._find_base_arm(alone), base_label, alone, budget)
             if state.digest == alone.digest:
-                continue  # a base policy alone, which is a case now
+                continue  # the state is a base policy alone, which has its case now
             base_name = f"{base_label}@{budget}"
             yield self._prune(self._find_arm(state), label, state, budget, base_name)
 
     def build_for_cells(self, rule: Cells, cases: Sequence[Case]) -> Iterator[Case]:
-        """All tokens but the cells that a rule drops, and the same before each of these cases."""
+        """A case that only drops cells by ``rule``, and ``cases`` with the rule applied first."""
         cell_label = f"all but {rule} cells"
         everything = self._norm.model_copy(update={"cells": rule})
         pruning = pruning_options(everything, "100%")
@@ -312,7 +312,7 @@ class _CaseBuilder:
             yield self._prune(case.arm, label, trimmed, case.budget, case.name)
 
     def _find_base_arm(self, alone: PruningState) -> Arm:
-        """Arm of a base policy alone; one that the user named counts as a state that was found."""
+        """Arm of a base policy alone: ``found`` if the user named it, else ``norm`` or ``base``."""
         if alone.digest in self._named:
             return "found"
         return "norm" if alone.digest == self._norm.digest else "base"
@@ -324,7 +324,7 @@ class _CaseBuilder:
 
 
 class _Served(BaseModel):
-    """What is read of ``/v1/autoprune``; as it is here where the server has no such page."""
+    """The fields that are read of ``/v1/autoprune``; the defaults if a server has no such page."""
 
     state: str | None = ""
     digest: str = ""
@@ -332,10 +332,11 @@ class _Served(BaseModel):
     allows: dict[str, object] = {}
 
     def find_own_case(self, cases: Sequence[Case]) -> Case | None:
-        """The server's own state as a case that was not asked, where none of the cases has it."""
+        """The server's own state as a refused case; None if one of ``cases`` has this state."""
         if not self.state or self.digest in {case.digest for case in cases}:
             return None
-        # To a state for pictures, rules for frames were added: its name tells.
+        # For videos, a case adds rules for frames to a state for pictures, which changes the
+        # digest; the state is recognised by its name.
         about_videos = any(case.frames for case in cases)
         if about_videos and self.state in {case.label for case in cases}:
             return None
@@ -350,23 +351,23 @@ class _Served(BaseModel):
 
 
 class Server(NamedTuple):
-    """A server that is asked, and how."""
+    """A server under evaluation, and how to reach it."""
 
     url: str
     connection: Connection
     model: str | None
-    """None: the first that it serves."""
+    """Name of the model; None for the first that the server lists."""
     max_in_flight: int
 
     def check(
         self, cases: Sequence[Case], journal: Journal
     ) -> tuple[str, Collection[str]]:
-        """Its model, and the names of the cases that it serves.
+        """The server's model, and the names of the cases that it serves.
 
-        What requests may choose is asked first, where the server says it, then a small request for
-        each case. The journal gets the reasons of those that are refused, and which case is the
-        server's own state, also where none is. Raises :class:`ConfigError` for a server that does
-        not answer, serves another model, or refuses all tokens or every state.
+        It is asked what requests may choose, if it has a page for that, and then sent a small
+        request for each case. The journal gets the reasons of refused cases and the case of the
+        server's own state, which is added if it is not among them. Raises :class:`ConfigError` if
+        the server does not answer, serves another model, or refuses all tokens or every state.
         """
         with ServerClient(self.url, self.connection) as client:
             with client.reporting_failures():
@@ -374,7 +375,7 @@ class Server(NamedTuple):
             model = client.choose_model(models, self.model)
             served = _Served()
             with contextlib.suppress(*FAILURES, ValidationError):
-                # Another page may have its address.
+                # A server without the plugin may have another page at this address.
                 served = _Served.model_validate(client.read_served())
             if served.state is None:
                 raise ConfigError.of(
@@ -406,9 +407,10 @@ class Server(NamedTuple):
 def _find_refusals(
     client: ServerClient, model: str, cases: Sequence[Case]
 ) -> dict[str, RequestRefused]:
-    """Why a server refuses cases, by name; raises :class:`ConfigError` if it does all tokens.
+    """Refusals of a server by the name of the case.
 
-    Each is asked about a small picture, or as many frames of it.
+    Each request is about a small picture, or a video of such pictures. Raises
+    :class:`ConfigError` if the server refuses the case with all tokens.
     """
     from PIL import Image
 
@@ -440,14 +442,14 @@ def _find_refusals(
                 what = "lets requests choose nothing"
                 raise _no_choice(what, error, case.frames > 0) from None
         except FAILURES:
-            continue  # the server fails in the evaluation as well, which tells how
+            continue  # the evaluation meets this failure too, and reports it
     return refusals
 
 
 def _require_a_state(
     cases: Sequence[Case], refusals: Mapping[str, RequestRefused]
 ) -> None:
-    """Raise :class:`ConfigError` where a server refuses every state that can be asked for."""
+    """Raise :class:`ConfigError` if the server refuses every state that could be sent to it."""
     states = [c.name for c in cases if c.arm in PRUNING_ARMS and not c.refused]
     if not states or not refusals.keys() >= set(states):
         return
@@ -459,7 +461,7 @@ def _require_a_state(
     reason = error.reason
     fix = "name states that its model serves, such as --state cen_divprune"
     if is_about_videos:
-        # An older plugin has no kinds, and its model may serve videos whole.
+        # An older plugin names no kind of refusal, and its model may serve videos unpruned.
         fix = f"name one that prunes videos, such as --state vcast, or {_SERVE_VIDEOS}"
     if problem.kind == Refusal.WHOLE_VIDEO:
         reason = problem.what
@@ -471,14 +473,14 @@ def _require_a_state(
 _UNTRUSTED = ("mm_processor_kwargs", "media_io_kwargs")
 """Fields that vLLM itself refuses without --trust-request-mm-kwargs."""
 _CHOICES = (Refusal.NOT_ALLOWED, *_UNTRUSTED)
-"""Kinds of refusals of a server whose requests may not choose what is asked for."""
+"""Kinds of refusals by a server that does not let requests choose their pruning or frames."""
 
 
 def _no_choice(what: str, error: RequestRefused, is_about_videos: bool) -> ConfigError:
-    """The error of a server that serves no request's choice, as it said by refusing one.
+    """The error for a server that does not let requests choose their pruning or frames.
 
-    Without the server's own advice, which is for other requests than these. It names a refused
-    field at a time, and requests about videos have both.
+    The server's own advice is left out, because it is for other requests. It also names only one
+    refused field at a time, and requests about videos have two.
     """
     problem = error.problems[0]
     reason = problem.what

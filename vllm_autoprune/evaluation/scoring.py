@@ -23,14 +23,14 @@ from vllm_autoprune.statistics import ClusterBootstrap, Floats
 _Mask = NDArray[np.bool_]
 
 Scores = Mapping[str, float]
-"""Scores by benchmark, each in its official unit: points for MME, per cent for all others."""
+"""Scores by benchmark, in points for MME and in per cent for all others."""
 
 
 class Aggregates(FrozenModel):
-    """Mean score (*Acc.*), and its part of the full model's (*Rel.*), by two definitions.
+    """Mean score (*Acc.*), and its share of the full model's (*Rel.*) by two definitions.
 
-    *Rel.* is the ratio of mean scores, or the mean of the benchmarks' ratios; None where it would
-    divide by zero.
+    *Rel.* is the ratio of mean scores, or the mean of the benchmarks' ratios; it is None if it
+    would divide by zero.
     """
 
     acc: float
@@ -41,9 +41,9 @@ class Aggregates(FrozenModel):
     def of(
         cls, scores: Scores, full: Scores, mme_divisor: float, digits: int
     ) -> Aggregates:
-        """Rounded figures of scores beside those of the full model on the same benchmarks.
+        """Aggregates of ``scores`` and the ``full`` model's on the same benchmarks, rounded.
 
-        The divisor of MME cancels out in ratios of scores.
+        MME's divisor cancels out in the mean of ratios.
         """
         divisors = {name: mme_divisor if name == MME else 1.0 for name in scores}
         acc, full_acc = (
@@ -62,24 +62,25 @@ class Aggregates(FrozenModel):
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of one case; each is the value and then its resamples, ``(1 + draws,)``."""
+    """Figures of one case; an array ``(1 + draws,)`` has the value, followed by its resamples."""
 
     benchmarks: Mapping[str, Floats]
-    """In per cent, MME in points; benchmarks without scores of single answers are left out."""
+    """Scores by benchmark, in per cent or MME's points, if its answers are scored one by one."""
     topics: Mapping[str | None, Floats]
-    """What decides, by topic of question, under None of all of them: the mean score in per cent, or
-    ``token_agreement`` where a score is agreement."""
+    """The figure that verdicts are based on, by topic of question; None stands for all questions.
+    It is the mean score in per cent, or ``token_agreement`` if a score is agreement."""
     metrics: Mapping[str, Floats]
-    """*Acc.* (``acc``), MME (``mme``), mean score and accuracy+ of all questions that have a score,
-    in per cent (``accuracy``, ``accuracy_plus``), where a score says that an answer is right; mean
-    log-probability of the reference answer (``logprob``). Of the unpruned model's answer, in per
-    cent: how often it is given (``agreement``), the share of its tokens that greedy decoding gives
-    after the ones before them (``token_agreement``), and of those before the first that differs
-    (``same``); and ln p by token (``per_token``). Those for which the answers suffice."""
+    """Figures by name, as far as the answers allow. If a score says that an answer is right:
+    *Acc.* (``acc``), MME (``mme``), and mean score and accuracy+ of all scored questions in per
+    cent (``accuracy``, ``accuracy_plus``). Mean log-probability of the reference answer
+    (``logprob``). For the unpruned model's answer: how often it is given (``agreement``), the share
+    of its tokens that greedy decoding gives after the tokens before them (``token_agreement``), the
+    share before the first that differs (``same``), all in per cent; and ln p a token
+    (``per_token``)."""
 
 
 class _Column(NamedTuple):
-    """One value a question, ``(Q,)``: 0 where it is missing, and a mask of those that are not."""
+    """Values of the questions ``(Q,)``, 0 if missing, and a mask of those that are present."""
 
     values: Floats
     present: _Mask
@@ -93,7 +94,7 @@ class _Column(NamedTuple):
 
 
 class Scoring:
-    """Scoring of the answers to one set of questions, with the same resamples for every case."""
+    """Scores the answers to a set of questions, with the same resamples for every case."""
 
     def __init__(self, questions: Sequence[Question], setup: Setup) -> None:
         self._questions = questions
@@ -132,12 +133,12 @@ class Scoring:
         return Figures(benchmarks, topics, metrics)
 
     def _mean(self, column: _Column, members: _Mask) -> Floats:
-        """Mean over those of the members that have a value, ``(1 + draws,)``."""
+        """Mean ``(1 + draws,)`` over the ``members`` that have a value."""
         weights = (column.present & members).astype(np.float64)
         return self._bootstrap.mean(column.values, weights)
 
     def _pair_up(self, scores: _Column) -> _Column:
-        """Whether both answers of a pair are right, at the first of its two questions."""
+        """Column of pairs: whether both answers are right, at the index of the first question."""
         both = np.zeros(len(scores.values))
         paired = np.zeros(len(scores.values), dtype=bool)
         for question, other in self._pairs:
@@ -146,7 +147,7 @@ class Scoring:
         return _Column(both, paired)
 
     def _score_benchmarks(self, scores: _Column, pairs: _Column) -> dict[str, Floats]:
-        """Per cent of the benchmarks in which every answer has a score; MME in points."""
+        """Scores of benchmarks in which every answer has a score, in per cent or MME's points."""
         categories = self._split([question.category for question in self._questions])
         benchmarks = dict[str, Floats]()
         for name, members in self._split(
@@ -157,7 +158,7 @@ class Scoring:
             if name not in (MME, PAIRS):
                 benchmarks[name] = 100 * self._mean(scores, members)
                 continue
-            # Accuracy and accuracy+ of each category.
+            # MME sums accuracy and accuracy+ of every category.
             parts = [mask & members for _, mask in categories if (mask & members).any()]
             points = [
                 100 * self._mean(scores, part) + 100 * self._mean(pairs, part)
@@ -171,7 +172,7 @@ class Scoring:
     def _summarise(
         self, benchmarks: Mapping[str, Floats], scores: _Column, pairs: _Column
     ) -> dict[str, Floats]:
-        """*Acc.*, if every benchmark has a figure, and accuracy and accuracy+ of all."""
+        """*Acc.* if every benchmark has a score, and accuracy and accuracy+ of all questions."""
         metrics = dict[str, Floats]()
         if benchmarks.keys() == {question.benchmark for question in self._questions}:
             scaled = [
@@ -186,7 +187,7 @@ class Scoring:
         return metrics
 
     def _score_topics(self, deciding: _Column) -> dict[str | None, Floats]:
-        """Per cent of the topics in which every answer has a value; of all under None."""
+        """Per cent by topic if every answer in it has a value; None stands for all questions."""
         topics = self._split([question.topic for question in self._questions])
         everything = np.ones(len(self._questions), dtype=bool)
         return {
@@ -196,5 +197,5 @@ class Scoring:
         }
 
     def _split(self, names: Sequence[str]) -> list[tuple[str, _Mask]]:
-        """Every name in the order of questions, with a mask of the questions that have it."""
+        """Distinct ``names`` in order of appearance, each with the mask of its questions."""
         return [(name, np.asarray(names) == name) for name in dict.fromkeys(names)]

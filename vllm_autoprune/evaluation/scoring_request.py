@@ -1,6 +1,6 @@
 """Requests that score a reference answer or ask for a greedy one: bodies, responses, retries.
 
-A reference answer is part of the prompt, so that its log-probability costs a prefill and no
+A reference answer is made part of the prompt, so that its log-probability takes a prefill and no
 decoding.
 """
 
@@ -25,25 +25,25 @@ from vllm_autoprune.stream import read_message
 from vllm_autoprune.tpdsl.state import PruningState
 
 MAX_TOKENS = 64
-"""Of a greedy answer."""
-# A penalty is in the generation_config.json of some models, such as Qwen2-VL's; then the token that
-# is decoded would not be the one of rank 1 that a prefill tells.
+"""Maximum length of a greedy answer, in tokens."""
+# Some models have a penalty in generation_config.json, such as Qwen2-VL. With it, the decoded token
+# would not be the one of rank 1 that a prefill reports.
 _GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0}
 _ROUNDING = 1e-3
-"""By which a log-probability may be too high."""
+"""Tolerance for a log-probability that is too high for its rank."""
 
 _Fields = Mapping[str, object]
 _Messages = Sequence[_Fields]
 
 
 class AnswerChanged(EvaluationFailed):
-    """A prompt does not end in the answer that it was given."""
+    """The prompt that the server built does not end with the reference answer."""
 
 
 def pruning_options(
     state: PruningState | None, budget: int | str, field: str = "budget"
 ) -> dict[str, JsonValue]:
-    """A request's options for the plugin: a state with K in a field of it, or no pruning."""
+    """A request's options for the plugin: ``state`` with K in ``field``; None disables pruning."""
     if state is None:
         return {"enabled": False}
     return {
@@ -58,9 +58,9 @@ def scoring_request(
     answer: str,
     fields: _Fields,
 ) -> dict[str, object]:
-    """Chat request whose prompt ends with the reference answer, with prompt log-probabilities.
+    """Chat request for prompt log-probabilities, whose prompt ends with the reference answer.
 
-    ``messages`` end with the question; ``fields`` are others of the request, such as the plugin's.
+    ``messages`` ends with the question; ``fields`` are further fields, such as the plugin's.
     """
     return {
         "model": model,
@@ -79,22 +79,23 @@ class _Usage(BaseModel):
 
 
 class _Token(BaseModel):
-    """A token of the prompt: the text that it is decoded to, ln p, and its rank by p."""
+    """A token of the prompt: its decoded text, ln p, and rank by p."""
 
     decoded_token: str
     logprob: float
     rank: int
 
 
-# With ``prompt_logprobs: 0`` the only entry is the token of the prompt itself; the first has none.
+# With ``prompt_logprobs: 0`` a position has one entry, the prompt's token; the first has none.
 _POSITION = TypeAdapter(Annotated[dict[str, _Token], Field(max_length=1)])
 
 
 class _ScoredChat(ChatAnswer):
-    """What is read of a chat completion whose prompt was scored."""
+    """The fields that are read of a chat completion whose prompt was scored."""
 
     prompt_logprobs: list[Any]
-    """Only positions of the answer are read: to check all takes longer than to decode them."""
+    """Entry of every position, unchecked: to validate all takes longer than to decode them, so
+    only those of the answer are."""
     usage: _Usage
 
 
@@ -108,7 +109,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def _read(model: type[_Model], content: Mapping[str, Any]) -> _Model:
-    """The fields of an answer; raises :class:`EvaluationFailed` for one that lacks some."""
+    """Validate a server's answer; raises :class:`EvaluationFailed` if it lacks fields."""
     try:
         return model.model_validate(content)
     except ValidationError as error:
@@ -118,21 +119,21 @@ def _read(model: type[_Model], content: Mapping[str, Any]) -> _Model:
 
 
 class _ScoredAnswer(NamedTuple):
-    """What a server says of a reference answer."""
+    """Score of a reference answer by a server."""
 
     logprob: float
     """ln p of the answer."""
     right: bool
-    """Whether greedy decoding gives it."""
+    """Whether greedy decoding gives the answer."""
     following: str
-    """The token after it."""
+    """Text of the token after the answer."""
     prompt_tokens: int
     tokens: int
-    """How many the answer has."""
+    """Number of tokens of the answer."""
     same: int
-    """Those before the first that greedy decoding does not give."""
+    """Number of them before the first that greedy decoding does not give."""
     matching: int
-    """Those that it gives after the ones before them."""
+    """Number of them that greedy decoding gives after the tokens before them."""
 
 
 async def score_answer(
@@ -145,9 +146,9 @@ async def score_answer(
     attempts: int = 4,
     first_wait: float = 1.0,
 ) -> _ScoredAnswer:
-    """Score a reference answer, as :func:`chat_with_retries` asks and raises.
+    """Score a reference answer by a request of :func:`chat_with_retries`; raises what it raises.
 
-    Raises :class:`EvaluationFailed` too for an answer without the log-probabilities of the prompt,
+    Also raises :class:`EvaluationFailed` if the response lacks the log-probabilities of the prompt,
     their number or a message, and what :func:`_find_answer` raises.
     """
     body = scoring_request(model, messages, answer, fields)
@@ -157,7 +158,7 @@ async def score_answer(
 
 
 def read_scored_answer(content: Mapping[str, Any], answer: str) -> _ScoredAnswer:
-    """What a chat completion says of a reference answer; raises as :func:`score_answer`."""
+    """Read a reference answer's score from a completion; raises as :func:`score_answer`."""
     scored = _read(_ScoredChat, content)
     tokens = _find_answer(scored.prompt_logprobs, answer)
     following, _ = read_message(scored.choices[0].message)
@@ -189,13 +190,13 @@ async def generate_answer(
     }
     choice = _read(ChatAnswer, await chat_with_retries(servers, body)).choices[0]
     text, _ = read_message(choice.message)
-    # It becomes part of a request, in which no half of a character can stand.
+    # The text becomes part of a request, which cannot hold half of a surrogate pair.
     text = text.encode(errors="replace").decode()
     return text.strip(), choice.finish_reason == "length"
 
 
 def _read_token(position: Any) -> _Token:
-    """The token of a position; raises :class:`EvaluationFailed` for another format."""
+    """The token at a prompt position; raises :class:`EvaluationFailed` if its format is wrong."""
     try:
         (token,) = _POSITION.validate_python(position).values()
     except ValidationError:
@@ -206,11 +207,11 @@ def _read_token(position: Any) -> _Token:
 
 
 def _find_answer(prompt: Sequence[Any], answer: str) -> list[_Token]:
-    """The tokens of the answer at the end of a prompt.
+    """The tokens of ``answer``, which is the end of ``prompt``.
 
-    They are found by decoding the prompt backwards from its end; a token that is decoded alone may
-    lose white space, which is left out. Raises :class:`AnswerChanged` for another end,
-    :class:`ServerLost` for impossible values.
+    They are found by decoding the prompt backwards from its end. A token decoded by itself may lose
+    white space, so white space is ignored. Raises :class:`AnswerChanged` if the prompt ends
+    otherwise, and :class:`ServerLost` for impossible values.
     """
     tokens = list[_Token]()
     text = ""
@@ -219,11 +220,11 @@ def _find_answer(prompt: Sequence[Any], answer: str) -> list[_Token]:
         if not position or len(text) > len(wanted):
             break
         token = _read_token(position)
-        # vLLM gives the text of a character of several tokens to the last of them.
+        # If a character has several tokens, vLLM gives its text to the last of them.
         if text == wanted and token.decoded_token:
             break
         text = "".join(token.decoded_token.split()) + text
-        # No token has more than 1 / rank of the probability.
+        # The token of rank r has a probability of at most 1 / r.
         if not token.logprob <= _ROUNDING - math.log(max(token.rank, 1)):
             figures = f"log-probability {token.logprob:g} and rank {token.rank}"
             what = f"shows broken caches: {figures} contradict each other"

@@ -27,17 +27,17 @@ _LISTS = {
     ),
     *("images", "option", "options", "video", "videos"),
 }
-"""Columns whose cells may be lists."""
+"""Columns whose cells may hold a list."""
 
 
 class Number(str):
-    """A number as it is written."""
+    """A number, kept as the text that the file has."""
 
     __slots__ = ()
 
 
 def is_box(value: object) -> TypeGuard[list[str]]:
-    """Whether a list is the four numbers of a box, which are one answer."""
+    """Whether ``value`` is a list of four numbers, which is a box and thus one answer."""
     return (
         isinstance(value, list)
         and len(value) == 4
@@ -46,7 +46,7 @@ def is_box(value: object) -> TypeGuard[list[str]]:
 
 
 class Header(NamedTuple):
-    """Columns of a table, the line on which its rows begin, and what is between its cells."""
+    """Columns of a table, the line on which its rows begin, and the separator of its cells."""
 
     columns: Sequence[str]
     number: int
@@ -61,11 +61,11 @@ def read_header(
     *,
     is_table: bool,
 ) -> Header | None:
-    """The header of a table, which may follow Excel's ``sep=``; None for another text.
+    """The header of a table, which may follow Excel's ``sep=``; None if the text is no table.
 
-    It has the separator with which most of its names are ``known``: csv.Sniffer reads no names, and
-    takes commas of a question for columns. Two known names make a table, or one where ``is_table``.
-    Raises :class:`ConfigError` for a column that is there twice, or a table without known ones.
+    Its separator is the one that gives most names in ``known``; csv.Sniffer ignores names and
+    would split questions at commas. A table needs two known names, or one if ``is_table``. Raises
+    :class:`ConfigError` for a repeated column, or a table without known columns.
     """
     number, line = beginning
     delimiters = _DELIMITERS
@@ -100,7 +100,7 @@ def _count(header: Header, known: Collection[str]) -> int:
 
 
 def rename(names: Iterable[str], known: Collection[str]) -> list[str]:
-    """Names of columns in the letters of those that are known."""
+    """``names`` of columns, spelled as in ``known`` if they are known."""
     by_letters = {name.casefold(): name for name in sorted(known)}
     stripped = [name.strip() for name in names]
     return [
@@ -112,9 +112,10 @@ def rename(names: Iterable[str], known: Collection[str]) -> list[str]:
 def read_rows(
     header: Header, lines: Iterable[str]
 ) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """The rows by column with the numbers of their lines; a text says what is wrong with a row.
+    """Rows as dictionaries, each with its line number; a malformed row is the text of its problem.
 
-    Missing cells are None. Quotes are read strictly: an open one would swallow the rows after it.
+    Missing cells are None. Quotes are read strictly, because an open quote would swallow the rows
+    after it.
     """
     csv.field_size_limit(1 << 31)
     rows = csv.reader(
@@ -138,7 +139,7 @@ def _is_comment(header: Header, cells: Sequence[str]) -> bool:
 
 
 def _read_cells(header: Header, cells: Sequence[str]) -> dict[str, Any] | str:
-    """One row by column."""
+    """The cells of a row by column, or the problem of the row."""
     count = len(header.columns)
     if any(cell.strip() for cell in cells[count:]):
         return f"has {len(cells)} cells, and the header {count}"
@@ -149,7 +150,7 @@ def _read_cells(header: Header, cells: Sequence[str]) -> dict[str, Any] | str:
 
 
 def _read_cell(name: str, cell: str) -> object:
-    """A cell's text without spaces around it, its list, or None where nothing is in it."""
+    """The stripped text of a cell, the list that it holds, or None if it is empty."""
     text = cell.strip()
     if not text or text in _MISSING:
         return None
@@ -161,11 +162,11 @@ def _read_cell(name: str, cell: str) -> object:
 
 
 def read_list(text: str) -> list[Any] | None:
-    """A list as JSON, Python or numpy writes it; None for another text."""
+    """Parse a list as JSON, Python or numpy writes it; returns None for any other text."""
     try:
         value = json.loads(text, parse_int=Number, parse_float=Number)
     except ValueError:
-        # numpy has no commas, and Python would make one text of two.
+        # numpy writes no commas, and Python would join adjacent texts.
         separated = re.sub(r"""(['"])\s+(?=['"])""", r"\1, ", text)
         try:
             value = ast.literal_eval(separated)

@@ -11,5 +11,5 @@ from lmms_eval.models.registry_v2 import ModelManifest
 
 
 def manifest() -> ModelManifest:
-    """Replace the model of this name, so that tasks use the prompts that they have for it."""
+    """Replace lmms-eval's model of the same name, so that tasks use their prompts for that name."""
     return ModelManifest("openai", chat_class_path=f"{__name__}.model.OpenAIWithImages")

@@ -25,11 +25,12 @@ Messages = Sequence[Mapping[str, Sequence[Mapping[str, object]]]]
 
 
 class OpenAIWithImages(OpenAICompatible):  # type: ignore[misc]  # untyped here
-    """The model that the package's manifest names.
+    """lmms-eval's OpenAI-compatible model, with pruning options and a file of image digests.
 
     The environment variable AUTOPRUNE_RUN is a JSON object: ``pruning``, the ``autoprune`` entry of
-    every request; their ``headers``, the key among them; ``insecure``, whether any certificate is
-    accepted; and ``images``, the file that gets ``doc_id`` and ``image``, one question a line.
+    every request; ``headers`` of every request, the key among them; ``insecure``, whether any
+    certificate is accepted; and ``images``, the file to which ``doc_id`` and ``image`` of every
+    question are written as a line.
     """
 
     def __init__(self, *args: object, **settings: object) -> None:
