@@ -358,10 +358,10 @@ def describe_failure(
     server: str = "a vllm serve, such as http://localhost:8000",
 ) -> Problem:
     """Why a server cannot be used, by what a request to it raised, and what to do."""
-    name_server = f"give the address of {server}"
+    address_fix = f"give the address of {server}"
     match error:
         case httpx.HTTPStatusError(response=response):
-            cause = _explain_status(response, name_server)
+            cause = _explain_status(response, address_fix)
         case httpx.TransportError():
             cause = _explain_transport(error)
         case RequestRefused():
@@ -370,22 +370,22 @@ def describe_failure(
             cause = _Cause(what, fix)
         case _:
             what = f"answers in an unknown format ({_describe_cause(error, 200)})"
-            cause = _Cause(what, name_server, may_be_address=True)
+            cause = _Cause(what, address_fix, may_be_address=True)
     fix = cause.fix
     if cause.may_be_address and (other := find_address(f"{url}/v1")):
         fix = f"give {other}, which answers"
     return Problem(url, cause.what, fix)
 
 
-def _explain_status(response: httpx.Response, name_server: str) -> _Cause:
-    """Of a response that is an error or a redirect."""
+def _explain_status(response: httpx.Response, address_fix: str) -> _Cause:
+    """Why a response with an error status, or a redirect, failed and what to do."""
     if response.has_redirect_location:
         target = str(response.url.join(response.headers["location"]))
         return _Cause(f"redirects to {server_address(target)}", "give that address")
     what = f"answers with {describe_rejection(response)}"
     match response.status_code:
         case 400 | 404 | 405:
-            return _Cause(what, name_server, may_be_address=True)
+            return _Cause(what, address_fix, may_be_address=True)
         case 401 | 403:
             fix = "give the key that the server asks for as --api-key or VLLM_API_KEY"
         case _ if is_unpaid(response):
@@ -400,7 +400,7 @@ def _explain_status(response: httpx.Response, name_server: str) -> _Cause:
 
 
 def _explain_transport(error: httpx.TransportError) -> _Cause:
-    """Of a connection that was not made, or that broke."""
+    """Why a connection was not made or broke, and what to do."""
     text = _describe_cause(error, 200)
     proxies = ", ".join(proxy_variables())
     if isinstance(error, httpx.ProxyError):

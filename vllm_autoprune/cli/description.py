@@ -1,4 +1,4 @@
-"""What a state is: its parts by field, what it does in sentences, and its recorded scores."""
+"""Description of a state: its parts by field, sentences on what it does, its recorded scores."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Part(NamedTuple):
     """Whether it has an effect in its state."""
 
     def format(self, names: Collection[str]) -> str:
-        """Its name, and some of its parameters."""
+        """Name of the part, with those of its parameters that are in ``names``."""
         values = [
             f"{name}={format_value(value)}"
             for name, value in self.parameters.items()
@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
 
 def list_parts(policy: PruningPolicy) -> dict[str, list[Part]]:
-    """Base policies and atoms of a state by the field that they are in."""
+    """Base policies and atoms of a policy's state, by field of the state."""
     state = policy.state
     scoring = state.scoring
     constraints = state.constraints
@@ -73,8 +73,8 @@ def list_parts(policy: PruningPolicy) -> dict[str, list[Part]]:
 
 
 def _find_idle_fields(policy: PruningPolicy) -> set[str]:
-    """Fields whose atoms have no effect, by what the other fields are."""
-    idle = {"safety"}  # checked whether listed or not, but for the fallback
+    """Fields whose parts have no effect because of the values of other fields."""
+    idle = {"safety"}  # checked whether listed or not, except for the fallback
     if policy.core == policy.budget:
         idle.add("base policy")
     if not policy.reads_quality:
@@ -154,7 +154,7 @@ def describe_policy(policy: PruningPolicy) -> list[str]:
 
 
 def _describe_choice(policy: PruningPolicy) -> Iterator[str]:
-    """What chooses the tokens, and which questions on one image therefore share its KV cache."""
+    """Sentences on what chooses the tokens, and whether questions on one image share KV cache."""
     if policy.refines:
         count = f"At most {policy.quota}" if policy.quota < policy.budget else "All"
         yield f"{count} of them may be exchanged for candidates of higher quality."
@@ -177,7 +177,7 @@ def _describe_choice(policy: PruningPolicy) -> Iterator[str]:
 
 
 class ScoreRow(BaseModel):
-    """Scores of a state at one budget; other fields do not matter here."""
+    """Scores of a state at one budget; unknown fields of a recorded row are ignored."""
 
     budget: int | str
     """K, or a share of N such as "N/8" where images differ in size."""
@@ -188,9 +188,9 @@ class ScoreRow(BaseModel):
 
 
 def read_scores(state: PruningState) -> list[ScoreRow]:
-    """The scores in a state's provenance; none where they have another form.
+    """Scores in a state's provenance; empty if they are not in the form of :class:`ScoreRow`.
 
-    Those of a search are means over its budgets.
+    Scores that a search recorded are means over its budgets.
     """
     scores: dict[str, Any] = state.provenance.scores
     try:
@@ -199,7 +199,7 @@ def read_scores(state: PruningState) -> list[ScoreRow]:
         ]
         if "search_objective" in scores:
             for split in ("validation", "test"):
-                # Fractions, not percent.
+                # A search records fractions; rows have percent.
                 gain = scores[split]["accuracy_gain"]
                 row = {
                     "model": f"{split} split of the search",

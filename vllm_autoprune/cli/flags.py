@@ -1,4 +1,4 @@
-"""Sub-commands, and the flags that several of them have."""
+"""Registry of sub-commands, and flags that several of them share."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ COMMANDS: dict[str, _Command] = {}
 
 
 def argument(*flags: str, **keywords: Any) -> _AddsArgument:
-    """An argument of a command, as ``add_argument`` takes it."""
+    """Function that adds an argument to a parser; the parameters are those of ``add_argument``."""
     return lambda parser: parser.add_argument(*flags, **keywords)
 
 
 def command(
     name: str, *arguments: _AddsArgument, epilog: str = ""
 ) -> Callable[[_Run], _Run]:
-    """Make a function a sub-command."""
+    """Decorator that registers a function as the sub-command ``name``."""
 
     def register(run: _Run) -> _Run:
         COMMANDS[name] = _Command(arguments, run, epilog)
@@ -47,7 +47,7 @@ def command(
 
 
 def read_budget(text: str, *, video: bool = False) -> BudgetCall:
-    """K or a share of N, as the value of a flag; of a video also tokens_per_frame:K."""
+    """Parse the value of a flag: K, a share of N or, for a ``video``, tokens_per_frame:K."""
     try:
         return BudgetCall.parse(text, video=video)
     except BudgetError as error:
@@ -56,12 +56,12 @@ def read_budget(text: str, *, video: bool = False) -> BudgetCall:
 
 
 def add_connection_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a command that asks a server: key, headers and certificates."""
+    """Add the flags of a command that sends requests to a server: key, headers, certificates."""
     add_flags(parser.add_argument_group("connection"), Connection, {})
 
 
 def read_connection(options: argparse.Namespace) -> Connection:
-    """What the flags of :func:`add_connection_flags` say; raises :class:`ConfigError`."""
+    """Validate the flags of :func:`add_connection_flags`; raises :class:`ConfigError`."""
     try:
         return read_flags(Connection, options)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Run one sub-command of `vllm-autoprune`, print errors without a traceback."""
+"""Run one sub-command of `vllm-autoprune`, and print errors without a traceback."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = Namespace()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # names of files may be no text
+        if isinstance(stream, TextIOWrapper):  # file names may not be Unicode
             stream.reconfigure(errors="backslashreplace")
     try:
         if words and not words[0].startswith("-") and words[0] not in SUMMARIES:
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         discard_output()  # the reader has closed the pipe
         return 1
     except KeyboardInterrupt as interrupt:
-        # Its text, if any, says what is kept, where --resume goes on.
+        # A command that --resume can continue states in the interrupt what it has kept.
         text = str(interrupt)
         print(f"vllm-autoprune {words[0]}: {text or 'stopped'}", file=sys.stderr)
         if text:
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print_record(words: Sequence[str], error: BaseException | None) -> None:
-    """Print an error of ours as JSON where the command was asked for JSON."""
+    """Print an :class:`AutopruneError` as JSON if ``words`` contain ``--json``."""
     if "--json" not in words or not isinstance(error, AutopruneError):
         return
     try:
@@ -75,7 +75,7 @@ def _print_record(words: Sequence[str], error: BaseException | None) -> None:
 
 
 def _resuming_command(words: Sequence[str], options: Namespace) -> str:
-    """The command that goes on with what was interrupted; dots stand for keys and headers."""
+    """Command line that resumes an interrupted command; dots replace keys, headers, passwords."""
     fields = vars(options)
     secrets = [
         fields.get("api_key"),
@@ -94,7 +94,7 @@ def _resuming_command(words: Sequence[str], options: Namespace) -> str:
 
 
 def parser() -> ArgumentParser:
-    """The parser of all commands; ``vllm_autoprune_command`` has the help of them together."""
+    """Parser of all sub-commands; the help that lists them is in ``vllm_autoprune_command``."""
     top = CommandParser(prog="vllm-autoprune", add_help=False)
     commands = top.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, text in SUMMARIES.items():

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 _PROSE = 100
 _NARROW = 24
-"""Columns of the longest line of prose, and of the narrowest cell that is wrapped."""
+"""Maximum width of a line of prose, and minimum width of a wrapped table cell, in columns."""
 
 
 def _measure_terminal() -> int:
-    """Columns of the terminal; of a file or pipe, those of prose."""
+    """Width of the terminal in columns; for output to a file or pipe, the width of prose."""
     return shutil.get_terminal_size((_PROSE, 24)).columns
 
 
@@ -38,7 +38,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that states defaults in its help, and answers wrong arguments in one line."""
+    """Argument parser that states defaults in its help and reports an error in one line."""
 
     def _get_formatter(self) -> argparse.HelpFormatter:
         return _HelpFormatter(self.prog)
@@ -48,18 +48,18 @@ class CommandParser(argparse.ArgumentParser):
         args: Sequence[str] | None = None,
         namespace: argparse.Namespace | None = None,
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse all arguments: a command refuses its own, whose help has them."""
+        """Parse all arguments; a sub-command refuses unknown ones itself and names its own help."""
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return options, []
 
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
-        """Print the help; argparse itself passes over what cannot be written."""
+        """Print the help; raises :class:`ConfigError` if that fails, which argparse ignores."""
         print_text(self.format_help(), end="")
 
     def error(self, message: str) -> NoReturn:
-        """Print what is wrong and end with status 2; the exit has the error as its cause."""
+        """Print ``message`` and exit with status 2; the cause of SystemExit is a ConfigError."""
         problem = Problem(self.prog, message, f"see {self.prog} --help")
         print(problem, file=sys.stderr)
         raise SystemExit(2) from ConfigError("arguments", [problem])
@@ -83,7 +83,7 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise :class:`ConfigError`, before long work, where :func:`write_file` would at its end."""
+    """Raise :class:`ConfigError` before long work if :func:`write_file` would fail after it."""
     what = ""
     fix = "choose another path"
     if path.is_dir():
@@ -101,9 +101,9 @@ def check_writable(path: Path) -> None:
 def print_text(text: str, end: str = "\n") -> None:
     """Print to standard output; raises :class:`ConfigError` where it cannot be written."""
     try:
-        print(text, end=end, flush=True)  # else Python would report the error at exit
+        print(text, end=end, flush=True)  # unflushed, an error comes only at exit
     except BrokenPipeError:
-        raise  # the reader has enough
+        raise  # the reader has closed the pipe
     except OSError as error:
         discard_output()
         what = f"cannot be written ({error.strerror or error})"
@@ -112,19 +112,19 @@ def print_text(text: str, end: str = "\n") -> None:
 
 
 def discard_output() -> None:
-    """Drop what was not written, which Python would try again at exit."""
+    """Redirect standard output to the null device: Python retries a failed write at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_result(options: argparse.Namespace, record: object, *blocks: str) -> None:
-    """Print the record with ``--json``, else the blocks of text, an empty line between them."""
+    """Print the record with ``--json``, or else the blocks of text, with empty lines between."""
     print_text(_as_json(record) if options.json else "\n\n".join(blocks))
 
 
 def _as_json(value: object) -> str:
-    """Indented JSON; tuples become lists."""
+    """Indented JSON, in which tuples become lists."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
-    return text.encode(errors="backslashreplace").decode()  # a path may be any bytes
+    return text.encode(errors="backslashreplace").decode()  # paths may not be UTF-8
 
 
 def format_table(
@@ -135,10 +135,10 @@ def format_table(
 ) -> str:
     """A text table; ``align`` has ``<`` or ``>`` for each column, ``<`` by default.
 
-    Cells are text, numbers, or whether something is so.
+    Cells are texts, numbers or booleans.
 
-    With ``wrap`` the widest columns are wrapped until the table fits the terminal, or none is wider
-    than :data:`_NARROW`.
+    With ``wrap`` the widest columns are wrapped until the table fits the terminal or no column is
+    wider than :data:`_NARROW`.
     """
     cells = [
         [
@@ -168,7 +168,7 @@ def format_table(
 
 
 def format_paragraphs(texts: Iterable[str], bullet: str = "") -> str:
-    """Prose wrapped to the terminal, each text on a line of its own."""
+    """Prose wrapped to the terminal; every text begins on a new line, after ``bullet``."""
     width = min(_PROSE, _measure_terminal())
     # A flag that is broken at a hyphen cannot be copied.
     return "\n".join(
@@ -177,7 +177,7 @@ def format_paragraphs(texts: Iterable[str], bullet: str = "") -> str:
 
 
 def format_definitions(rows: Sequence[tuple[str, str]]) -> str:
-    """Terms in one column and what is said of them in another, wrapped as prose is."""
+    """Two columns, the terms and their definitions, wrapped to the width of prose."""
     indent = max(len(term) for term, _ in rows) + 2
     width = max(min(_PROSE, _measure_terminal()), indent + _NARROW)
     return "\n".join(
@@ -193,12 +193,12 @@ def format_definitions(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def format_milliseconds(seconds: float) -> str:
-    """Seconds in milliseconds, with four digits."""
+    """``seconds`` in milliseconds, with four significant digits or no decimals."""
     return f"{1000 * seconds:.4g}" if seconds < 10 else f"{1000 * seconds:.0f}"
 
 
 def error_as_json(error: AutopruneError) -> str:
-    """The record of an error: its kind, its message, and its problems, if it lists any."""
+    """JSON of an error: its class, its message, and the list of its problems."""
     fixes = [{"where": p.where, "what": p.what, "fix": p.fix} for p in error.problems]
     return _as_json(
         {"error": type(error).__name__, "message": str(error), "problems": fixes}

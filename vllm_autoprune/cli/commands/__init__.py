@@ -1,6 +1,7 @@
-"""The sub-commands of `vllm-autoprune`: what each does, for the help that needs no torch.
+"""Summaries of the sub-commands of `vllm-autoprune`, for a help that imports no torch.
 
-``cli.main`` has their functions. Modules that are slow to import are imported when a command runs.
+``cli.main`` imports the functions. Modules that are slow to import are imported when a command
+runs.
 """
 
 SUMMARIES = {

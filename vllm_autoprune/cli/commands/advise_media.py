@@ -46,7 +46,7 @@ from vllm_autoprune.tpdsl.materialize import materialize
 
 @dataclass(frozen=True)
 class _Model:
-    """What splits an image or a video into tokens, and what they cost."""
+    """Model whose costs are estimated; ``processor`` splits images or videos into patches."""
 
     shape: BackboneShape
     config: Any
@@ -54,7 +54,7 @@ class _Model:
 
     @classmethod
     def load(cls, checkpoint: str, processor_class: Any) -> _Model:
-        """That of a checkpoint; raises :class:`ConfigError` where it has none."""
+        """Load a checkpoint's model; raises :class:`ConfigError` if it has no such processor."""
         shape = find_backbone(checkpoint, require_served)
         config = read_config(checkpoint)
         try:
@@ -103,7 +103,7 @@ def advise_image(options: Namespace) -> int:
         rows.append(
             [str(rule or "none"), count, share, f"{tower:#.3g}", k, f"{total:#.3g}"]
         )
-    if options.output is not None:  # of the last rule
+    if options.output is not None:  # draws the last rule, `flat`
         dropped = np.isin(np.arange(tokens), remaining, invert=True)
         mask = Image.fromarray(dropped.reshape(height, width))
         grey = Image.blend(image, Image.new("RGB", image.size, "grey"), 0.6)
@@ -138,7 +138,7 @@ def _choose_image_model(checkpoint: str | None) -> _Model:
 
 
 class _Way(NamedTuple):
-    """A way to serve a video: its tokens, and TFLOPs of tower and prefill."""
+    """Cost of a way to serve a video: temporal groups, tokens, TFLOPs of tower and prefill."""
 
     frames: int
     tokens: int
@@ -167,27 +167,27 @@ def advise_video(options: Namespace) -> int:
             "name a Qwen2-VL or Qwen2.5-VL",
             subject="video",
         )
-    frames, height, width = data["video_grid_thw"][0].tolist()
-    frame_tokens = height * width // 4  # 2 x 2 patches are a token
-    tokens = frames * frame_tokens
+    groups, height, width = data["video_grid_thw"][0].tolist()
+    group_tokens = height * width // 4  # 2 x 2 patches are a token
+    tokens = groups * group_tokens
     flags = vars(options)
     state = load_state("vcast" if options.state is None else options.state)
     policy = materialize(state, flags.get("budget"), video=True)
     can_prune = require_served(model.config).videos
-    budget = min(policy.at(tokens, frames).budget, tokens) if can_prune else tokens
+    budget = min(policy.at(tokens, groups).budget, tokens) if can_prune else tokens
     vision = VisionTower.of_config(model.config)
-    frame_tower = vision.count_flops(frame_tokens) / 10**12
+    group_tower = vision.count_flops(group_tokens) / 10**12
 
-    def cost(encoded_frames: int, prompt_tokens: int) -> _Way:
+    def cost(encoded_groups: int, prompt_tokens: int) -> _Way:
         prefill = model.shape.estimate_cost(prompt_tokens).teraflops
-        tower = encoded_frames * frame_tower
-        return _Way(encoded_frames, prompt_tokens, tower, prefill)
+        tower = encoded_groups * group_tower
+        return _Way(encoded_groups, prompt_tokens, tower, prefill)
 
-    fewer_frames = max(1, budget // frame_tokens)  # that K pays for
+    fewer_groups = max(1, budget // group_tokens)  # whole groups within K tokens
     ways = {
-        "whole": cost(frames, tokens),
-        "pruned": cost(frames, budget),
-        "fewer frames": cost(fewer_frames, fewer_frames * frame_tokens),
+        "whole": cost(groups, tokens),
+        "pruned": cost(groups, budget),
+        "fewer frames": cost(fewer_groups, fewer_groups * group_tokens),
     }
     verdict = list(_judge_video(ways, can_prune, video.seconds, flags))
     head = ("frames", "tokens", "tower, TFLOPs", "prefill, TFLOPs")
@@ -202,8 +202,8 @@ def advise_video(options: Namespace) -> int:
         "verdict": verdict,
     }
     sizes = (
-        f"{len(video.frames)} frames are read, {frames} temporal groups of {frame_tokens} "
-        f"tokens; K = {budget}, {budget / frames:.3g} of each"
+        f"{len(video.frames)} frames are read, {groups} temporal groups of {group_tokens} "
+        f"tokens; K = {budget}, {budget / groups:.3g} of each"
     )
     cells = [
         [name, way.frames, way.tokens, f"{way.tower:#.3g}", f"{way.prefill:#.3g}"]
@@ -236,9 +236,10 @@ def _choose_video_model(checkpoint: str | None) -> _Model:
 def _judge_video(
     ways: Mapping[str, _Way], can_prune: bool, decoding: float, flags: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Whether pruning helps, in FLOPs; then what takes longest.
+    """Sentences on whether pruning saves FLOPs, and on whether decoding outweighs what it saves.
 
-    In seconds where a flag says the rate of prefill, else beside the seconds of decoding.
+    With the rate of prefill in ``flags``, times of all parts are compared. Without it, the speed
+    is told at which the FLOPs that pruning saves take as long as ``decoding``, in seconds.
     """
     unpruned = ways["whole"]
     pruned = ways["pruned"]

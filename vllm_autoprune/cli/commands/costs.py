@@ -62,7 +62,7 @@ _READERS = {
     **dict.fromkeys(Timings.model_fields, float),
     "budget": partial(read_budget, video=True),
 }
-"""What reads the value of each."""
+"""Parser of the value of a flag, by field."""
 
 
 def _parse_size(text: str) -> tuple[int, int]:
@@ -229,9 +229,10 @@ def _advise(options: Namespace) -> int:
         state = options.state
         if state is None:
             state = require_served(config).state
-        inputs.fill(describe_positions(load_state(state), config)[1])
+        _, note = describe_positions(load_state(state), config)
+        inputs.notes.append(note)
     estimates = estimate_ways(traffic, timings)
-    # A resample may have measured 0 s of a part, and a time has to be above 0.
+    # A resample may have a time of 0 s, which Timings do not allow.
     repeats = [
         timings.model_copy(
             update={name: max(seconds, 1e-9) for name, seconds in resample.items()}
@@ -253,13 +254,13 @@ def _advise(options: Namespace) -> int:
         f"K_c = {traffic.served_core} as it is served; {traffic.template} text tokens before the "
         f"image and {traffic.prompt} behind it, {traffic.answer} of the answer; {cache}"
     )
-    times = []
+    time_texts = []
     for name, seconds in timings:
         text = f"{name.replace('_', ' ')} {format_milliseconds(seconds)}"
         if name in verdict.intervals:
             low, high = map(format_milliseconds, verdict.intervals[name])
             text += f" ({low} to {high})"
-        times.append(text)
+        time_texts.append(text)
     costs = [
         [
             way,
@@ -276,7 +277,7 @@ def _advise(options: Namespace) -> int:
     print_result(
         options,
         record,
-        format_paragraphs([sizes, f"ms: {', '.join(times)}"]),
+        format_paragraphs([sizes, f"ms: {', '.join(time_texts)}"]),
         format_paragraphs(verdict.lines),
         "Time to first token of two questions on an image, and the time of all questions:",
         format_table((*head, "cheaper than stock"), costs, "<>>>>><"),
@@ -286,8 +287,12 @@ def _advise(options: Namespace) -> int:
 
 
 def _read_inputs(options: Namespace) -> tuple[Traffic, Timings, Inputs]:
-    """Flags, then a probe, then what is assumed; with notes on these."""
-    # Before a probe, so that a mistake in its name is answered at once.
+    """Read the inputs of `advise` from flags, then from a probe, and assume the others.
+
+    The :class:`Inputs` have the notes on what was measured and assumed. Raises
+    :class:`ConfigError` for values that are missing or not valid.
+    """
+    # Loaded before the probe, so that a mistake in the state's name is reported at once.
     state = None if options.state is None else load_state(options.state)
     flags = vars(options)
     values = {name: flags[name] for name in Traffic.model_fields if name in flags}
@@ -299,7 +304,7 @@ def _read_inputs(options: Namespace) -> tuple[Traffic, Timings, Inputs]:
     if "budget" in flags:
         values["budget"] = flags["budget"].tokens_kept(values.get("tokens", 1))
     elif state is not None and "tokens" in values:
-        # Instead of the server's; K may depend on N, which was found now.
+        # Replaces the server's K. It may depend on N, which may be known only by the probe.
         budget = state.budget.tokens_kept(values["tokens"])
         values["budget"] = min(budget, values["tokens"])
     if state is not None and state.core is not None and "budget" in values:
@@ -317,7 +322,7 @@ def _read_inputs(options: Namespace) -> tuple[Traffic, Timings, Inputs]:
 
 
 def _probe(options: Namespace, inputs: Inputs) -> None:
-    """Measure what flags do not say, where there is a server."""
+    """Measure the inputs that no flag gives, if there are ``--server`` and ``--probe``."""
     if options.server is None and options.probe is None:
         return
     if options.probe is None:
@@ -334,7 +339,10 @@ def _probe(options: Namespace, inputs: Inputs) -> None:
 def _validate(
     model: type[_M], values: Mapping[str, Any], problems: list[Problem]
 ) -> _M | None:
-    """The model of the values of its fields, or what is wrong with them."""
+    """Validate those of ``values`` that are fields of ``model``.
+
+    Returns None for values that are not valid, and adds to ``problems`` what is wrong with them.
+    """
     fields = {
         name: value for name, value in values.items() if name in model.model_fields
     }

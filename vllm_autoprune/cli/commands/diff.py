@@ -25,7 +25,7 @@ def _compare_states(options: Namespace) -> int:
     """Compare two states part by part, and what was measured of both."""
     old = load_state(options.first)
     new = load_state(options.second)
-    # With default values written out, which are no difference.
+    # Documents have all default values, so a default that only one state writes is no difference.
     changes = list_changes(old.document(), new.document())
     is_same = old.digest == new.digest
     verdict = f"digests differ: {old.digest[:12]} and {new.digest[:12]}"
@@ -56,11 +56,11 @@ def _compare_states(options: Namespace) -> int:
 
 
 _Rows = Iterator[list[str]]
-"""What differs, and how it is in the old and in the new state."""
+"""Rows of three cells: what differs, its value in the old state, its value in the new one."""
 
 
 def _compare_parts(old: PruningState, new: PruningState) -> _Rows:
-    """A row for each pair of parts that decide something and differ."""
+    """A row for each pair of parts that differ, of those that have an effect."""
     new_fields = list_parts(materialize(new))
     for field, parts in list_parts(materialize(old)).items():
         pairs = _pair_parts(
@@ -86,7 +86,10 @@ def _compare_parts(old: PruningState, new: PruningState) -> _Rows:
 def _pair_parts(
     old: Sequence[Part], new: Sequence[Part]
 ) -> Iterator[tuple[Part | None, Part | None]]:
-    """Parts of two states by name, or one part each whatever their names; None: no partner."""
+    """Pair the parts of two states that have the same name; None stands for a missing partner.
+
+    If both states have a single part, the two are paired whatever their names.
+    """
     if len(old) == len(new) == 1:
         yield old[0], new[0]
         return
@@ -98,7 +101,7 @@ def _pair_parts(
 
 
 def _compare_scores(old: PruningState, new: PruningState) -> _Rows:
-    """A row for each measurement that was made of both and differs."""
+    """A row for each measurement that was made of both states with different results."""
     old_scores, new_scores = (
         {
             f"{row.model.partition(' ')[0]}, K = {row.budget}": f"{row.accuracy:.1f} % right"

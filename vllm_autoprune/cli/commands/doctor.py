@@ -43,7 +43,7 @@ _LOWEST = {"torch": "2", "transformers": "5.16", "pydantic": "2.12"}
 
 
 class _Finding(NamedTuple):
-    """Result of a check; ``status`` is ``ok``, ``warn``, ``fail``, or ``open`` without the Hub."""
+    """Result of a check; ``status`` is ``ok``, ``warn``, ``fail``, or ``open``: Hub not reached."""
 
     what: str
     status: str
@@ -52,7 +52,7 @@ class _Finding(NamedTuple):
 
 
 _Results = Iterator[tuple[str, str, str]]
-"""What was checked, what was found, and how to fix it; no fix: nothing is wrong."""
+"""What was checked, what was found, and how to fix it; an empty fix means nothing is wrong."""
 
 
 def _run_check(
@@ -103,7 +103,7 @@ def _check_device() -> _Results:
 
 
 def _check_loading() -> _Results:
-    """Whether vLLM finds the plugin, and variables that keep it from pruning."""
+    """Whether vLLM finds the plugin, and which environment variables keep it from pruning."""
     entries = list(importlib.metadata.entry_points(group=_GROUP, name=_ENTRY))
     if entries:
         yield "entry point", f"{_GROUP}: {_ENTRY} = {entries[0].value}", ""
@@ -150,7 +150,7 @@ def _check_hooks() -> _Results:
 
 
 def _check_model(model: str) -> _Results:
-    """Whether a model is served pruned, and the state to begin with."""
+    """Whether a model is served pruned, and with which state to begin."""
     backbone = require_served(read_config(model))
     yield "model", f"{backbone.stock}: served as {backbone.name}", ""
     flags = f"--autoprune-state {backbone.state} --autoprune-budget {backbone.budget}"
@@ -158,7 +158,7 @@ def _check_model(model: str) -> _Results:
 
 
 def _check_tokens(model: str) -> _Results:
-    from vllm_autoprune.checkpoint import count_tokens  # not for other commands
+    from vllm_autoprune.checkpoint import count_tokens  # imports vLLM
 
     width, height = _IMAGE
     count = count_tokens(model, width, height)
@@ -176,7 +176,7 @@ def _check_text_tower(path: str | None) -> _Results:
 
 
 def _check_shipped_states() -> _Results:
-    """Whether they load; their safety checks, of half a minute, are left to `validate`."""
+    """Whether shipped states load; `validate` runs their safety checks, in half a minute."""
     names = sorted(shipped_states())
     invalid = []
     for name in names:

@@ -1,7 +1,7 @@
 """`eval`: accuracy of full tokens, base policies and states, with paired intervals.
 
 ``--data PATH`` asks the questions of a file or folder, ``--suite lmms:TASKS`` runs lmms-eval.
-Either measures all states on one server, to which every request brings its own.
+Both measure all states on one server, because every request brings its own state.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _evaluate_states(options: Namespace) -> int:
 
 
 def _choose_folder(options: Namespace) -> Path:
-    """The folder of ``-o``, else one that no other data has: by its path, or by the tasks."""
+    """Folder of ``-o``, or else one for this data alone, named by its path or by the tasks."""
     if options.output is not None:
         output: Path = options.output
         return output
@@ -218,7 +218,7 @@ def _build_suite(
             unlabelled=is_unlabelled,
             frames=options.frames or 0,
         )
-        # A name may be any bytes.
+        # A file name may not be valid UTF-8.
         name = options.data.name.encode(errors="replace").decode()
         return QuestionSuite(server, cases, questions, name, is_unlabelled)
     is_qwen = options.backbone.startswith("qwen")

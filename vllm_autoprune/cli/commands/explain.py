@@ -98,9 +98,9 @@ def _explain_image(options: Namespace) -> int:
     from vllm_autoprune.picture import encode_picture, list_undrawn
     from vllm_autoprune.positions import describe_positions
 
-    image = video or read_picture(source).image()
+    visual = video or read_picture(source).image()
     explanations = explain_image(
-        options.checkpoint, options.text_tower, policy, image, options.question
+        options.checkpoint, options.text_tower, policy, visual, options.question
     )
     wrote = "no -o FILE: nothing written"
     if output is not None:
@@ -114,7 +114,8 @@ def _explain_image(options: Namespace) -> int:
     regions = []
     for explanation in explanations:
         region = dataclasses.asdict(explanation.trace)
-        # Bytes, which JSON has not, and empty here: no cell was dropped.
+        # `anchors` is bytes, which JSON cannot hold. It is empty: the engine of explain drops no
+        # cells before the tower.
         del region["grid"]["anchors"]
         if explanation.frames:
             region["kept_by_frame"] = explanation.trace.kept_by_frame
@@ -128,17 +129,17 @@ def _explain_image(options: Namespace) -> int:
 
 
 def _find_video_processor(path: Path, checkpoint: str) -> str | None:
-    """Class of the model's video processor, where the file is a video and the model has one."""
+    """Class name of the model's video processor; None if it has none or the file is no video."""
     from vllm_autoprune.evaluation.pictures import VIDEOS
 
     if path.suffix.lower() not in VIDEOS:
         return None
-    read_config(checkpoint)  # raises in words where there is no model
+    read_config(checkpoint)  # raises ConfigError if there is no model
     from vllm.transformers_utils.processor import (
         get_video_processor_cls_name_from_config,
     )
 
     name: str | None = None
-    with contextlib.suppress(OSError, ValueError):  # it has none
+    with contextlib.suppress(OSError, ValueError):  # the model has none
         name = get_video_processor_cls_name_from_config(checkpoint)
     return name

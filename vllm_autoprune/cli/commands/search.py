@@ -55,7 +55,7 @@ _TIMED = 32
 
 
 class _Choices(SearchChoices):
-    """Choices of a new search."""
+    """Choices of a new search, with ``positions`` "true" by default."""
 
     positions: Positions = Field(
         default="true", description=SearchChoices.model_fields["positions"].description
@@ -149,7 +149,7 @@ def _start_search(options: Namespace, flags: _Flags, data: Path) -> int:
 
 
 def _print_report(options: Namespace) -> int:
-    """Report on a ledger; writes it as HTML too where there is an ``--output``."""
+    """Print the report on a ledger; with ``--output`` it is also written as HTML."""
     from offline_search.ledger import read_ledger
     from offline_search.report import read_report
 
@@ -168,7 +168,7 @@ def _print_report(options: Namespace) -> int:
 
 
 def _convert_mme(options: Namespace, flags: _Flags, data: Path) -> int:
-    """Write the questions of MME as files of a search to ``data``."""
+    """Convert the questions of MME to the files of a search, in the folder ``data``."""
     from offline_search.dataset import convert_mme
 
     if options.mme is None:
@@ -231,7 +231,7 @@ def _print_estimate(
 
     messages, calls, cost, answers = estimate_cost(settings, dataset, flags.price)
     if not calls:
-        messages = ()  # nobody would get them
+        messages = ()  # there is no proposer to read them
     reply = "one proposal"
     if settings.proposals_per_reply > 1:
         reply = f"up to {settings.proposals_per_reply} proposals"
@@ -315,7 +315,7 @@ def _build_settings(flags: _Flags) -> Settings:
 async def _open_evaluator(
     flags: _Flags, dataset: Dataset, probes: Sequence[VisualTokens] = ()
 ) -> AsyncIterator[ServedEvaluator]:
-    """The evaluator on the given servers, once each has answered a request with a state."""
+    """Open an evaluator on the servers, after each has answered a request with a state."""
     from offline_search.evaluator import ServedEvaluator
 
     evaluator = ServedEvaluator(
@@ -335,7 +335,7 @@ async def _open_evaluator(
 async def _time_answers(
     flags: _Flags, settings: Settings, dataset: Dataset
 ) -> tuple[float, float]:
-    """Seconds of an answer of the unpruned model and of the base policy, of several at once."""
+    """Mean seconds an answer, by the unpruned model and by the base policy, in a batch."""
     from offline_search.candidates import base_state
     from offline_search.evaluator import EvaluationJob
 
@@ -351,7 +351,8 @@ async def _time_answers(
 
         for budget in settings.budgets:
             await evaluator.check_budget(budget)
-        unpruned = await measure(None, 0)  # the images are new, as they are then
+        # First, so that the images are new to the server, as they are in a search.
+        unpruned = await measure(None, 0)
         base = base_state(settings)
         return unpruned, mean(
             [await measure(base, budget) for budget in settings.budgets]
@@ -361,7 +362,7 @@ async def _time_answers(
 async def _search(
     path: Path, flags: _Flags, settings: Settings, dataset: Dataset
 ) -> WinnerRecord:
-    """The winner of a search, whose servers are asked first whether they take its requests."""
+    """Run a search and return its winner; first check that the servers accept its requests."""
     from offline_search.endpoint import EndpointProposer, EndpointSettings
     from offline_search.ledger import Ledger, WinnerRecord
     from offline_search.report import ProgressLog
@@ -374,7 +375,7 @@ async def _search(
     probes: Sequence[VisualTokens] = ()
     if flags.checkpoint is not None:
         probes = probes_from_checkpoint(flags.checkpoint, flags.text_tower, dataset)
-    connection = Connection(  # the proposer's, whose key is in the environment
+    connection = Connection(  # to the proposer, whose key is in the environment
         api_key=SecretStr(os.environ.get(flags.proposer_key_env, "")),
         header=flags.proposer_header,
         ca_file=flags.ca_file,

@@ -40,12 +40,12 @@ GPU_SECONDS = 420
 """Seconds that ``--gpu`` may take: machines with a GPU are often lent for minutes."""
 
 _MINIMUM_SECONDS = 60.0
-"""Seconds within which no backbone is started any more."""
+"""Remaining seconds below which no further backbone is started."""
 
 _NO_V2 = "V2 needs Triton, and vLLM finds no Triton that it can use"
 
 _Verdicts = Mapping[str, str]
-"""What is wrong by the name of a check; empty where it passes."""
+"""Name of a check -> what is wrong; an empty text if the check passes."""
 
 
 def _format_line(text: str, wrong: str) -> str:
@@ -155,7 +155,10 @@ def _choose_runners(options: Namespace, available: Sequence[str]) -> Sequence[st
 def _check_gpu(
     device: torch.device,
 ) -> tuple[dict[str, object], list[tuple[str, str]]]:
-    """The record of selections on a device, and what each did and what is wrong with it."""
+    """Check the kernel and selections on a device.
+
+    Returns a record for JSON, and for each check what it did and what is wrong.
+    """
     kernel = check_kernel(device)
     selections = list(check_selections(device))
     name = device.type
@@ -179,7 +182,7 @@ def _check_gpu(
 def _check_backbone(
     name: str, runners: Sequence[str], timeout: float, quiet: bool
 ) -> dict[str, _Verdicts]:
-    """Verdicts under each model runner, and on the two together where there are two."""
+    """Verdicts by model runner, and, if all runners served, on whether their results agree."""
     verdicts: dict[str, _Verdicts] = {}
     reports = []
     for runner in runners:
@@ -188,7 +191,7 @@ def _check_backbone(
             report = run_backbone(name, RUNNERS[runner], timeout)
         except SelftestError as error:
             (problem,) = error.problems
-            # Not the message, which would join the lines of the process's output.
+            # The message of the error would join the lines of the process's output.
             verdicts[runner] = {"served": f"{problem.where} {problem.what}"}
         else:
             served = ""

@@ -59,10 +59,10 @@ _FOLDED = {
     "ablation-": "ablations",
     "autoprune-": "forms of autoprune for one backbone and K",
 }
-"""How the names begin that `list` leaves out, and what these states are."""
+"""Prefix of the names of states that `list` leaves out -> what these states are."""
 
 _TRIED = 16
-"""K at which the evidence in shipped states orders them."""
+"""K of the recorded accuracy by which `list` orders states."""
 
 
 _Record = dict[str, Any]
@@ -72,9 +72,9 @@ class _Entry(NamedTuple):
     """A shipped state as `list` has it."""
 
     kind: str
-    """Of those that are left out, what they are; empty for the others."""
+    """What the state is, of :data:`_FOLDED`, if `list` leaves it out; empty for the others."""
     order: tuple[bool, bool, str, float, str]
-    """Recommended ones, others, those left out; of each the best come first."""
+    """Sort key: recommended states, others, states left out; by falling accuracy within each."""
     record: _Record
     row: list[object]
 
@@ -140,7 +140,10 @@ def _describe_entry(name: str) -> _Entry:
 
 
 def _recommend(state: PruningState) -> str:
-    """Where a state is recommended: as the default of families, or if one measures; else empty."""
+    """Where a state is recommended: on families whose default it is, or to those who measure.
+
+    Returns an empty text for other states.
+    """
     families = [family for family, name in RECOMMENDED.items() if name == state.name]
     if families:
         return f"on {', '.join(families)}"
@@ -252,7 +255,7 @@ def _list_atoms(options: Namespace) -> int:
         print_text(render_language(), end="")
         return 0
     if options.schema:
-        options.json = True  # whether asked for or not
+        options.json = True  # a schema is JSON even without --json
         print_result(options, PruningState.model_json_schema())
         return 0
     atoms = [ATOMS[name] for name in ATOMS.names(options.group)]
@@ -384,7 +387,7 @@ def _validate_states(options: Namespace) -> int:
 def _validate_state(
     source: str, budget: BudgetCall | None
 ) -> tuple[_Record, list[str]]:
-    """The record and the lines of text about one state."""
+    """Validate one state; returns its record, and its lines of text."""
     record: _Record = {
         "source": source,
         "valid": False,
