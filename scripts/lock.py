@@ -27,7 +27,7 @@ def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     ours = project["dependencies"] + [req for extra in EXTRAS for req in extras[extra]]
-    # Instead of `vllm`, the lines of cpu.in.
+    # The lines of cpu.in replace the requirement `vllm`.
     lines = [line.split("#")[0].strip() for line in SOURCE.read_text().splitlines()]
     lines = [line for line in lines if line]
     lines += [req for req in ours if re.split(r"[^\w-]", req)[0] != "vllm"]
@@ -57,7 +57,7 @@ def main() -> None:
             if name in versions
         ),
     ]
-    # Without the build tag, which differs between indexes: 0.28.0 accepts 0.28.0+cpu too.
+    # The build tag is cut off, because indexes differ in it: 0.28.0 accepts 0.28.0+cpu too.
     versions["torchvision"] = versions["torchvision"].split("+")[0]
     pins = [f"{name}=={versions[name]}" for name in sorted(versions.keys() - dropped)]
     TARGET.write_text("\n".join(header + pins) + "\n")

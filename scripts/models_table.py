@@ -104,13 +104,13 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "processor": {"image_seq_length": 280},
     },
 }
-"""Backbone -> geometry of its checkpoints, by their config.json and preprocessor_config.json, in
-place of that of the tiny model."""
+"""Backbone -> geometry of its published checkpoints (config.json, preprocessor_config.json), which
+replaces that of the tiny model."""
 
 
 def count_published(name: str) -> int:
-    """N of the image, by vLLM's processor with the geometry of the backbone's checkpoints."""
-    if name not in TINY_MODELS:  # images of LLaVA-1.5 are of one size
+    """N of an image of :data:`SIDE` pixels, by vLLM's processor with the published geometry."""
+    if name not in TINY_MODELS:  # LLaVA-1.5 resizes all images to one size
         return next(
             shape.tokens for shape in BACKBONE_SHAPES.values() if shape.family == name
         )
@@ -121,7 +121,7 @@ def count_published(name: str) -> int:
 
 
 def format_models(tokens: Mapping[str, int]) -> str:
-    """Those that are served, with N of every backbone; those that are refused, by their reason."""
+    """Format two tables: models that are served, with N from ``tokens``, and refused models."""
     served: list[tuple[str, ...]] = [
         (
             "checkpoints",
@@ -161,12 +161,12 @@ def _as_code(names: str) -> str:
 
 
 def read_table() -> str:
-    """The table as the page has it."""
+    """Read the present tables from the page."""
     return PAGE.read_text().split("<!-- models -->\n")[1].split("\n<!-- /models -->")[0]
 
 
 def main() -> None:
-    """Write the table into the page."""
+    """Write the tables into the page."""
     CommandParser(description=__doc__).parse_args()
     counts = {
         backbone.name: count_published(backbone.name) for backbone in BACKBONES.values()

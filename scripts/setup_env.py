@@ -25,7 +25,10 @@ WORKAROUND_CHECKS = {
         "import torchvision.extension as e; assert e._has_ops()",
     ),
 }
-"""What each does, its reason is in its pyproject.toml, and code that fails where it is needed."""
+"""Folder of a work-around -> what it does, and code that fails if it is needed.
+
+The reason for a work-around is in its pyproject.toml.
+"""
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 IMPORTS = (
     "import torchvision; from transformers import CLIPImageProcessor, LlavaProcessor; "
@@ -34,7 +37,7 @@ IMPORTS = (
 
 
 def _try(*command: str | Path) -> str:
-    """Run a command; empty where it succeeds, else what it printed."""
+    """Run a command; returns what it printed if it fails, or else an empty text."""
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -51,7 +54,7 @@ def _require(what: str, *command: str | Path, hint: str = "") -> None:
 
 def _compute_stamp(path: Path) -> str:
     """Digest of everything that an environment at ``path`` depends on."""
-    # Without the patch version, so that shells with different ones can share a tree.
+    # Python's patch version is left out, so that shells with different ones share a checkout.
     digest = hashlib.sha256(repr((sys.version_info[:2], str(path), str(ROOT))).encode())
     for file in [Path(__file__), LOCK, *sorted(WORKAROUNDS.rglob("*.*"))]:
         if file.suffix != ".pyc":
@@ -124,7 +127,7 @@ def main() -> None:
         print(f"environment {name}: up to date")
         return
     print(f"environment {name}: setting up", flush=True)
-    # The base interpreter, even if the environment to build is the active one.
+    # The base interpreter is used, even if the environment to build is the active one.
     minor = f"python{sys.version_info.major}.{sys.version_info.minor}"
     base = Path(sys.base_prefix, f"bin/{minor}")
     used = Path(sys.executable) if sys.prefix == sys.base_prefix else base

@@ -1,10 +1,10 @@
-"""Hooks of mkdocs: pages that are generated, and what reads differently than in the repository.
+"""Hooks of mkdocs that generate pages, and adapt those of the repository to the site.
 
-The reference of atoms and the JSON Schema of states are written here and are not in git.
+The reference of atoms and the JSON Schema of states are generated here and are not in git.
 
-Links from a page to files outside docs become the path of the file. One that is missing stops the
-build. ``\\|`` in code within a table is
-a plain ``|`` in the repository, but would keep its backslash on the site.
+A link to a file outside docs becomes the path of the file; a missing file stops the build. ``\\|``
+in code within a table is shown as a plain ``|`` in the repository, but would keep its backslash on
+the site.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ _CODE = re.compile(r"`[^`\n]+`")
 
 
 def _adapt_page(text: str, page: str) -> str:
-    """The page as the site has it: links to files outside docs are their paths, ``\\|`` is ``|``.
+    """Replace links to files outside docs by their paths, and ``\\|`` in code by ``|``.
 
-    ``page`` is its path within docs. Raises FileNotFoundError for a missing file.
+    ``page`` is the path of the page within docs. Raises FileNotFoundError for a link to a missing
+    file.
     """
     folder = posixpath.join("docs", posixpath.dirname(page))
 
@@ -42,7 +43,7 @@ def _adapt_page(text: str, page: str) -> str:
             )
         return f"{match[1]} (`{path}` in the repository)"
 
-    # Only within code: cells are not divided there.
+    # Only in code, where mkdocs does not divide cells at a plain |.
     return _CODE.sub(
         lambda match: match[0].replace("\\|", "|"), _LINK.sub(replace, text)
     )
@@ -57,7 +58,7 @@ def on_files(files: Files, *, config: MkDocsConfig, **_: object) -> None:
 
 
 def _generate_files() -> dict[str, str]:
-    """What ``vllm-autoprune atoms --prompt`` and ``--schema`` print."""
+    """Content of the generated files by name, as ``vllm-autoprune atoms`` prints it."""
     from vllm_autoprune.tpdsl.reference import render_language
     from vllm_autoprune.tpdsl.state import PruningState
 

@@ -1,4 +1,4 @@
-"""Backbones: their dimensions, and the cost of a prompt, FLOPs of prefill and bytes of KV cache.
+"""Dimensions of backbones, and costs of a prompt: FLOPs of prefill and bytes of KV cache.
 
 The formulas are those of the efficiency table of the AutoPrune paper; :data:`ASSUMPTIONS` lists
 what they count and what they leave out.
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _LinearAttention:
-    """Layers of linear attention (gated delta net), which keep one state and no keys and values.
+    """Layers of linear attention (gated delta net), which cache a state, and no keys and values.
 
-    One layer of ``every`` has full attention, the last of each group. Keys and values of all heads
-    are ``key_width`` and ``value_width`` wide, those of one head ``key_head``.
+    The last of every ``every`` layers has full attention instead. ``key_width`` and
+    ``value_width`` are the widths of the keys and values of all heads, and ``key_head`` is the
+    width of one head's keys.
     """
 
     every: int
@@ -63,9 +64,9 @@ class BackboneShape:
     merger: bool
     """Whether a patch merger makes a visual token of several patches."""
     source: str
-    """Checkpoint, by its id on the Hugging Face Hub, and image size that the numbers are of."""
+    """What the numbers describe: a checkpoint, by its Hub id or folder, and an image size."""
     query_width: int = 0
-    """Width of the queries (heads x head width); 0: it is ``width``."""
+    """Width of the queries (heads x head width); 0 if it equals ``width``."""
     linear: _LinearAttention | None = None
     """Its layers of linear attention; None where every layer has full attention."""
     tower: VisionTower | None = None
@@ -73,7 +74,7 @@ class BackboneShape:
 
     @property
     def checkpoint(self) -> str:
-        """Its folder, or its id on the Hub."""
+        """Folder or Hub id of the checkpoint."""
         return re.split("[:;]", self.source)[0]
 
     @property
@@ -92,7 +93,7 @@ class BackboneShape:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What its cost counts and what it leaves out."""
+        """Sentences on what the cost on this backbone counts and what it leaves out."""
         linear = () if self.linear is None else (_LINEAR_LAYERS,)
         return (*_FORMULAS, _TOWER if self.tower else _NO_TOWER, _SCOPE, *linear)
 
@@ -101,8 +102,9 @@ class BackboneShape:
     ) -> Cost:
         """Cost of a prompt of K = ``tokens`` visual tokens and ``text`` text tokens.
 
-        ``ranking_layers`` with full attention run over all N tokens before the selection, in
-        addition to the prefill. Raises :class:`ConfigError` for numbers that are none of tokens.
+        ``ranking_layers`` is the number of layers, with full attention, that run over all N tokens
+        before the selection, in addition to the prefill. Raises :class:`ConfigError` if ``tokens``
+        is below 1 or ``text`` below 0.
         """
         problems = [
             Problem(
@@ -139,10 +141,12 @@ class BackboneShape:
 
     @classmethod
     def of_checkpoint(cls, name: str, config: PretrainedConfig) -> BackboneShape:
-        """The language model of a checkpoint, with the visual tokens of its family.
+        """Shape of a checkpoint: its own language model, with the visual tokens of its family.
 
-        LLaVA-1.5's and LLaVA-NeXT's grid follows from their vision tower; others take images of any
-        size, or have the same grid in every checkpoint. Raises LookupError for another family.
+        The grid is that of the family's first listed backbone, because other families than
+        LLaVA-1.5 and LLaVA-NeXT take images of any size or have one grid in every checkpoint. For
+        these two it follows from the vision tower. Raises LookupError for a family that is not
+        listed.
         """
         shapes = {shape.family: shape for shape in reversed(BACKBONE_SHAPES.values())}
         like = shapes.get(config.model_type)
@@ -154,13 +158,12 @@ class BackboneShape:
         head = getattr(text, "head_dim", None) or width // heads
         feed_forward = text.intermediate_size
         if experts := getattr(text, "num_experts_per_tok", None):
-            # The experts of a token, and those that all tokens share.
+            # A token passes through its routed experts, and through the shared ones.
             routed = experts + getattr(text, "n_shared_experts", 0)
             feed_forward = routed * text.moe_intermediate_size
             feed_forward += getattr(text, "shared_expert_intermediate_size", 0)
-        elif experts := getattr(
-            text, "top_k_experts", None
-        ):  # Gemma 4: beside a dense one
+        elif experts := getattr(text, "top_k_experts", None):
+            # Gemma 4 adds the experts to a dense feed-forward.
             feed_forward += experts * text.moe_intermediate_size
         shape = replace(
             like,
@@ -188,7 +191,7 @@ class BackboneShape:
 
 
 def _read_shapes() -> dict[str, BackboneShape]:
-    """The table ``backbones.toml``, where ``like`` names the backbone that has the other fields."""
+    """Read ``backbones.toml``; ``like`` names the backbone that has the fields a row lacks."""
     table = tomllib.loads(
         Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
     )
@@ -209,16 +212,17 @@ def _read_shapes() -> dict[str, BackboneShape]:
 
 
 BACKBONE_SHAPES = _read_shapes()
-"""One shape or more of every family that is served pruned."""
+"""Name -> shape, of at least one backbone of every family that is served pruned."""
 
 
 def find_backbone(
     name: str, check: Callable[[PretrainedConfig], object] | None = None
 ) -> BackboneShape:
-    """A backbone by its name, by its id on the Hub, or by the config.json of a checkpoint.
+    """Find a listed backbone by name or Hub id, or read the shape of another checkpoint.
 
-    ``name`` may be a folder, or the id of any checkpoint that the Hub, or its cache, has, whose
-    config is given to ``check`` first. Raises :class:`ConfigError`, which lists the known names.
+    For another checkpoint, ``name`` is its folder or its id on the Hub or in the Hub's cache, and
+    ``check`` is called with its config before the shape is read. Raises :class:`ConfigError`,
+    which lists the known names.
     """
     for shape in BACKBONE_SHAPES.values():
         if name in (shape.name, shape.checkpoint):
@@ -241,9 +245,9 @@ def find_backbone(
 
 
 def add_tower(shape: BackboneShape) -> BackboneShape:
-    """A backbone with its vision tower, which is counted here for those that no table has.
+    """Return ``shape`` with a vision tower, whose weights are counted for unlisted checkpoints.
 
-    Without one where transformers cannot build the model from its config.json.
+    ``shape`` is returned unchanged if transformers cannot build the model from its config.json.
     """
     if shape.tower or shape.name in BACKBONE_SHAPES:
         return shape
@@ -256,10 +260,10 @@ def add_tower(shape: BackboneShape) -> BackboneShape:
 
 
 def read_config(name: str) -> PretrainedConfig:
-    """The config.json of a folder, or of a checkpoint on the Hub or in its cache.
+    """Read the config.json of a folder, or of a checkpoint on the Hub or in its cache.
 
-    Runs no code of the checkpoint: a type that transformers lacks has its fields as they are.
-    Raises :class:`ConfigError`.
+    No code of the checkpoint is run: if transformers does not know its ``model_type``, the fields
+    of the file become attributes unchanged. Raises :class:`ConfigError` if it cannot be read.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, PretrainedConfig
@@ -292,7 +296,7 @@ def read_config(name: str) -> PretrainedConfig:
 
 
 def _find_language_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The configuration of the language model, wherever the checkpoint's family keeps it."""
+    """Configuration of the language model, which families nest under different names."""
     for name in ("thinker_config", "text_config", "llm_config", "language_config"):
         if part := vars(config).get(name):
             return _find_language_config(part)

@@ -1,7 +1,7 @@
-"""Checkpoints: their architecture, and LLaVA-1.5's vision side without an engine, for searches.
+"""Token counts of checkpoints, and LLaVA-1.5's visual tokens without an engine, for searches.
 
-Inputs equal a server's except for the rounding of bfloat16 in other kernels, which at small budgets
-may exchange one of the tokens of lowest rank.
+Visual tokens equal a server's, except that other kernels round bfloat16 differently. At small
+budgets this may exchange one of the tokens of lowest rank.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ if TYPE_CHECKING:
 
 
 def count_tokens(checkpoint: str, width: int, height: int) -> TokenCount:
-    """Visual tokens N of an image of so many pixels, and its tiles, by vLLM's processor.
+    """Count the visual tokens N and the tiles of an image of a size in pixels.
 
-    ``checkpoint`` is one that is served pruned: a folder with its tokenizer and processor, or an id
-    on the Hub. Its code is not run. Raises :class:`ConfigError` where a file is missing, or needs
-    code.
+    vLLM's processor for ``checkpoint`` counts them. The checkpoint is a folder with tokenizer and
+    processor, or a Hub id, of a model that is served pruned. Its code is not run. Raises
+    :class:`ConfigError` if a file is missing or needs such code.
     """
-    read_config(checkpoint)  # of a missing Hub vLLM's error says nothing
+    read_config(checkpoint)  # vLLM's error would not tell that the Hub is missing
     try:
         from vllm.config import ModelConfig
         from vllm.multimodal.parse import ImageSize
@@ -81,7 +81,7 @@ def count_tokens(checkpoint: str, width: int, height: int) -> TokenCount:
 
 
 class LlavaVision:
-    """A LLaVA-1.5 checkpoint, opened once; ``model`` and ``processor`` are transformers' own."""
+    """Encoder of a LLaVA-1.5 checkpoint, with the ``model`` and ``processor`` of transformers."""
 
     def __init__(
         self,
@@ -89,10 +89,11 @@ class LlavaVision:
         text_tower: Path | None = None,
         dtype: Dtype = "bfloat16",
     ) -> None:
-        """Relevance is measured by the text tower, or else by the language model's embeddings.
+        """Load the checkpoint.
 
-        Raises :class:`ConfigError` for folders without a checkpoint or all of its weights, and
-        :class:`UnsupportedModelError` for other architectures than LLaVA-1.5.
+        Relevance is measured by ``text_tower``, or by the language model's input embeddings if it
+        is None. Raises :class:`ConfigError` for a folder without a checkpoint or without all of
+        its weights, and :class:`UnsupportedModelError` for architectures other than LLaVA-1.5.
         """
         architecture = "LlavaForConditionalGeneration"
         if architecture not in (read_config(str(checkpoint)).architectures or ()):
@@ -116,7 +117,7 @@ class LlavaVision:
             attn_implementation="eager",
             output_loading_info=True,
         )
-        # The tokens that are returned run the model later, outside of no_grad.
+        # The returned tokens run layers of the model later, outside of no_grad.
         self.model.requires_grad_(False)
         if missing := sorted(loading["missing_keys"]):
             what = f"lacks weights: {', '.join(missing[:3])}"
@@ -132,11 +133,11 @@ class LlavaVision:
         if text_tower is None:
             embed = self.model.get_input_embeddings()
             self._relevance = InputEmbeddings(embed, torch.device("cpu"))
-            self._words = self.processor.tokenizer
+            self._relevance_tokenizer = self.processor.tokenizer
         else:
             tower = read_text_tower(str(text_tower))
             self._relevance = ClipTower(tower, torch.device("cpu"))
-            self._words = AutoTokenizer.from_pretrained(tower.path)
+            self._relevance_tokenizer = AutoTokenizer.from_pretrained(tower.path)
 
     @torch.no_grad()
     def encode(self, image: Image.Image, instruction: str) -> VisualTokens:
@@ -185,7 +186,7 @@ class LlavaVision:
         project = self.model.model.multi_modal_projector
         layer = self.model.config.vision_feature_layer
         heads = tower.config.num_attention_heads
-        # They start with the embeddings, so -2 is the output of the second last layer.
+        # hidden_states begins with the embeddings, so -2 is the output of the last layer but one.
         states = tower(
             pixels.to(self.model.dtype), output_hidden_states=True
         ).hidden_states
@@ -194,7 +195,7 @@ class LlavaVision:
         query, key = _project(tower.encoder.layers[layer], states[layer - 1], heads)
         next_layer = None
         if layer < -1:
-            # As a single head, as PruMerge uses them.
+            # PruMerge uses queries and keys as a single head.
             next_query, next_key = _project(tower.encoder.layers[layer + 1], hidden, 1)
             attention = _attend_from_cls(next_query, next_key)
             next_layer = NextLayer(attention=attention, keys=next_key[:, 1:, 0])
@@ -212,9 +213,11 @@ class LlavaVision:
     def embed_instructions(
         self, tokens: VisualTokens, texts: Sequence[str]
     ) -> Instruction:
-        """What relevance to one instruction for each of B images is measured by."""
+        """Embed the instructions to which relevance is measured, one text for each of B images."""
         rows = [
-            self._tokenize(self._words, text, special=self._has_text_tower)
+            self._tokenize(
+                self._relevance_tokenizer, text, special=self._has_text_tower
+            )
             for text in texts
         ]
         rows = [
@@ -233,9 +236,9 @@ class LlavaVision:
         ids = tokenizer(
             end, truncation=False, verbose=False, add_special_tokens=special
         )
-        # A literal image token has no meaning here, and in some models no embedding.
-        image = None if special else self.model.config.image_token_id
-        return tuple(token for token in ids["input_ids"] if token != image)
+        # An image token that a text spells out has no meaning, and in some models no embedding.
+        image_token = None if special else self.model.config.image_token_id
+        return tuple(token for token in ids["input_ids"] if token != image_token)
 
 
 def _layer(model: LlamaModel, block: LlamaDecoderLayer) -> DecoderLayer:
@@ -273,10 +276,10 @@ def _project(block: nn.Module, states: Tensor, heads: int) -> tuple[Tensor, Tens
 
 
 def _attend_from_cls(query: Tensor, key: Tensor) -> Tensor:
-    """``(B, N)``: attention of [CLS], averaged over heads and without itself.
+    """Attention ``(B, N)`` of [CLS] to the patches, averaged over heads.
 
-    From queries and keys ``(B, 1 + N, H, Dh)`` in float32, as the plugin reads it: the layer's own
-    probabilities have been rounded to the model's dtype.
+    It is computed from queries and keys ``(B, 1 + N, H, Dh)`` in float32, as on a server, because
+    the layer's own probabilities are rounded to the model's dtype.
     """
     scores = torch.einsum("bhd,bnhd->bhn", query[:, 0], key) * key.shape[-1] ** -0.5
     mean: Tensor = scores.softmax(dim=-1).mean(dim=1)

@@ -23,8 +23,8 @@ from typing import ClassVar, Self
 class Problem:
     """One error: where it is (JSON pointer, flag, file), what is wrong, and how to fix it.
 
-    ``where`` is empty for a whole state, the root of its JSON pointers. ``kind`` is a category that
-    programs read, which take nothing from the sentences: for a state it names the broken rule.
+    ``where`` is empty for a whole state, the root of its JSON pointers. ``kind`` is a category for
+    programs, which do not parse the sentences; for a state it names the broken rule.
     """
 
     where: str
@@ -36,7 +36,7 @@ class Problem:
         text = f"{self.where or '/'}: {self.what}"
         if self.fix:
             text += f" -> {self.fix}"
-        return " ".join(text.splitlines())  # whatever a library's message contains
+        return " ".join(text.splitlines())  # messages of libraries may have line breaks
 
 
 class Refusal(StrEnum):
@@ -56,12 +56,12 @@ class Refusal(StrEnum):
 class AutopruneError(Exception):
     """Base class of every exception that this project raises; lists all problems.
 
-    The message is one line where there is one problem. ``subject`` is what they are problems of;
-    empty where they say it.
+    The message of a single problem is one line. ``subject`` names what the problems are about, and
+    is empty if the problems tell.
     """
 
     usual_subject: ClassVar[str] = ""
-    """What errors of the class are about, where :meth:`of` is not told otherwise."""
+    """Subject of errors of the class if :meth:`of` gets none."""
 
     def __init__(self, subject: str, problems: Sequence[Problem]) -> None:
         if not problems:
@@ -86,12 +86,12 @@ class AutopruneError(Exception):
         kind: str = "",
         subject: str | None = None,
     ) -> Self:
-        """The error of one problem."""
+        """Make an error with a single problem."""
         subject = cls.usual_subject if subject is None else subject
         return cls(subject, [Problem(where, what, fix, kind)])
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, tuple[Problem, ...]]]:
-        # By default only the rendered message would be pickled, as the only argument.
+        # By default an exception is pickled with its rendered message as the only argument.
         return type(self), (self.subject, self.problems)
 
 
@@ -133,7 +133,7 @@ class EvaluationFailed(SearchError):
 
     @property
     def reason(self) -> str:
-        """What journals and ledgers record: of one problem without its place, as it was said."""
+        """Text for journals and ledgers; for a single problem it leaves out ``where``."""
         if len(self.problems) > 1:
             return str(self)
         (problem,) = self.problems

@@ -1,7 +1,7 @@
-"""Which tokens of an image or a video a policy keeps and why: selected in an engine, and traced.
+"""Traces of token selections: which tokens of an image or a video a policy keeps, and why.
 
-The engine runs in this process, with the code that serves, for every backbone. A trace has the
-reference selection, the exchange and every signal; ``picture`` draws it.
+A vLLM engine in this process selects the tokens, with the code of a server, for every backbone. A
+trace has the reference selection, the exchanged tokens and every signal; ``picture`` draws it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from vllm_autoprune.serving.worker.features import ImageFeatures
 
 _LONGEST_PROMPT = 8192
-"""Tokens of the question and of the kept image at most."""
+"""Maximum tokens of a prompt: the kept tokens and the question."""
 
 _Selection = tuple[PruningPolicy, VisualTokens, RefinedTokens]
-"""A policy with a region's share of K, the region's tokens, and what is kept of them."""
+"""Policy with a region's share of K, all tokens of the region, and the result of selection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +54,25 @@ class _SignalTrace:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Trace of one image; indices are raster indices into its N tokens, of a video by frame."""
+    """Trace of the selection from one region of an image, or from a video.
+
+    Indices are into its N tokens in raster order, in a video frame after frame.
+    """
 
     grid: Grid
     reference: tuple[int, ...]
-    """What the base policy picks, in order of selection."""
+    """Tokens that the base policy picks, in order of selection."""
     kept: tuple[int, ...]
-    """Ascending, as the following."""
+    """Tokens that the state keeps, ascending as are ``left``, ``entered`` and ``core``."""
     left: tuple[int, ...]
     entered: tuple[int, ...]
     core: tuple[int, ...]
     extra: int
     """Merged rows of the base policy, which are not single tokens."""
     signals: tuple[_SignalTrace, ...]
-    """Those that quality is fused from, where it decides."""
+    """Signals that quality is fused from; empty if ``quality`` is None."""
     quality: tuple[float, ...] | None
-    """g of all tokens; None where it decides none of them: it may order their rows."""
+    """Quality g of all tokens; None if it chose none of them, although it may order rows."""
     fallback: str
     """One of ``tpdsl.base_policy.FALLBACKS``."""
     decided_by: str
@@ -77,7 +80,7 @@ class Trace:
 
     @property
     def kept_by_frame(self) -> tuple[int, ...]:
-        """K_t, tokens kept of each frame of a video, or of each tile; without merged rows."""
+        """K_t, number of tokens kept of each frame of a video or each tile, without merged rows."""
         frames = [token // self.grid.per_tile for token in self.kept]
         return tuple(map(frames.count, range(self.grid.tiles)))
 
@@ -86,7 +89,7 @@ class Trace:
     def of(
         cls, policy: PruningPolicy, tokens: VisualTokens, refined: RefinedTokens
     ) -> Trace:
-        """Trace one image, of which ``refined`` is the result of ``policy``."""
+        """Trace a selection: ``refined`` is the result of ``policy`` on ``tokens``."""
         policy = policy.at(tokens.count, tokens.grid.tiles)
         fallback = FALLBACKS[int(refined.fallback[0])]
         quality = None
@@ -122,7 +125,7 @@ class Trace:
 def _trace_signals(
     policy: PruningPolicy, tokens: VisualTokens, reference: Tensor
 ) -> tuple[_SignalTrace, ...]:
-    """The signals that quality is fused from."""
+    """Compute the signals that quality is fused from; those of weight 0 are skipped."""
     state = policy.state
     view = run(VisualTokens, state.source.tokens, state.ranked(tokens))
     signals = []
@@ -135,7 +138,7 @@ def _trace_signals(
 
 
 def _describe_reads(policy: PruningPolicy, tokens: VisualTokens) -> str:
-    """The layers of both towers that the base policy reads, in brackets; empty where none."""
+    """Phrase that names the layers of the model that the base policy reads; empty if none."""
     params = policy.state.base_policy.params
     needs = policy.base.needs_of(params)
     language = tokens.language
@@ -153,8 +156,9 @@ def _describe_reads(policy: PruningPolicy, tokens: VisualTokens) -> str:
 class Explanation:
     """What a policy keeps of one region of an image, or of a video, for one question.
 
-    ``policy`` has the region's share of K; ``region`` names it, where the image has several. The
-    grid of ``trace`` covers ``picture``, or of a video each of its ``frames``.
+    The budget of ``policy`` is the region's share of K. ``region`` is the region's name if the
+    image has several. The grid of ``trace`` covers ``picture``, or each of the ``frames`` of a
+    video.
     """
 
     picture: Image.Image
@@ -163,7 +167,7 @@ class Explanation:
     trace: Trace
     region: str = ""
     frames: Sequence[Image.Image] = ()
-    """What each temporal group of a video shows."""
+    """First frame of each temporal group of a video; empty for an image."""
 
     @property
     def summary(self) -> str:
@@ -196,11 +200,12 @@ def explain_image(
     image: Image.Image | Video,
     question: str,
 ) -> list[Explanation]:
-    """Each region of an image, or a video, and what a server with this policy's state keeps of it.
+    """Explain what a server with the state of ``policy`` keeps of an image or a video.
 
-    Raises :class:`ConfigError` for folders without a checkpoint, where K is not below the tokens,
-    and for a video where the model's are served whole; :class:`UnsupportedModelError` for
-    architectures that are not served.
+    Returns an explanation of each region of the image, or one of the video. Raises
+    :class:`ConfigError` for a folder without a checkpoint, for a K that is not below N, and for a
+    video if the model serves videos whole; :class:`UnsupportedModelError` for architectures that
+    are not served.
     """
     backbone = require_served(read_config(str(checkpoint)))
     video = image if isinstance(image, Video) else None
@@ -229,7 +234,7 @@ def explain_image(
     if isinstance(image, Video):
         policy, tokens, refined = selections[0]
         trace = Trace.of(policy, tokens, refined)
-        # A temporal group is several frames, of which the first stands for it.
+        # A temporal group has several frames; its first frame is drawn.
         size = len(image.frames) / trace.grid.tiles
         frames = [image.frames[int(group * size)] for group in range(trace.grid.tiles)]
         picture = image.frames[0]
@@ -249,7 +254,7 @@ def explain_image(
 def _require_place_of_videos(checkpoint: Path) -> None:
     """Raise :class:`ConfigError` for a chat template that leaves videos out of the prompt.
 
-    vLLM fails on such a prompt by an assertion.
+    vLLM would fail on such a prompt with an AssertionError.
     """
     from transformers import AutoProcessor
 
@@ -269,7 +274,7 @@ def _require_place_of_videos(checkpoint: Path) -> None:
 def _list_settings(
     policy: PruningPolicy, budget: BudgetCall, text_tower: Path | None
 ) -> dict[str, object]:
-    """Settings of an engine that serves the policy's state with this budget, all of the picture."""
+    """Plugin settings to serve the state of ``policy`` with ``budget``, without dropping cells."""
     state = policy.state
     settings: dict[str, object] = {
         "state": state.model_dump(mode="json"),
@@ -288,9 +293,9 @@ def _list_settings(
 def _start_engine(
     checkpoint: Path, settings: dict[str, object], video: Video | None
 ) -> LLM:
-    """An engine in this process, which takes one image or one video in a prompt."""
+    """Start an engine in this process, whose prompts may have one image or one video."""
     for name, value in (
-        ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),  # its model is in this process
+        ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),  # `_record` needs its model here
         ("VLLM_CPU_KVCACHE_SPACE", "1"),
         ("VLLM_LOGGING_LEVEL", "ERROR"),
     ):
@@ -304,7 +309,7 @@ def _start_engine(
         str(checkpoint),
         dtype="bfloat16",
         enforce_eager=True,
-        # An image is one item, whole, where no cache could share a part of it.
+        # Without a prefix cache the plugin does not split an image into core and delta items.
         enable_prefix_caching=False,
         max_model_len=longest,
         max_num_batched_tokens=longest,
@@ -318,7 +323,10 @@ def _start_engine(
 
 
 def _ask(llm: LLM, image: Image.Image | Video, question: str) -> None:
-    """Ask the question; raises :class:`ConfigError` where the prompt is too long."""
+    """Prefill the question, so that its selection is recorded; the answer is not read.
+
+    Raises :class:`ConfigError` if the prompt is too long.
+    """
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
@@ -342,8 +350,9 @@ def _record(
 ) -> Iterator[tuple[list[_Selection], list[tuple[Tensor, ImageFeatures]]]]:
     """Record every selection of an engine in this process while the context is open.
 
-    With the pixels ``(T, 3, H, W)`` of an image's tiles, and the features they became; none of
-    models that take patches.
+    Yields two lists that the engine fills: the selections, and pairs of the pixels
+    ``(T, 3, H, W)`` of an image's tiles and their features. The second list stays empty for models
+    that take patches instead of pixels.
     """
     from vllm_autoprune.serving.models.pruned_model import PrunedModel
     from vllm_autoprune.serving.worker import batch
@@ -383,7 +392,10 @@ def _draw_regions(
     tiles: Sequence[tuple[Tensor, ImageFeatures]],
     checkpoint: Path,
 ) -> list[Image.Image]:
-    """What each region shows: the image, its tiles side by side, or one tile, cropped."""
+    """Picture of each region: the image, its tiles side by side, or one tile.
+
+    Tiles are drawn from the ``pixels`` that the model got, so they are resized and cropped.
+    """
     if not tiles:
         return [image] * len(selections)
     from transformers import AutoImageProcessor
@@ -416,7 +428,7 @@ def _draw_regions(
 def _find_tiles_of_regions(
     features: ImageFeatures, tiles: int, budget: int
 ) -> list[int]:
-    """The tile that each region with a share of K shows; empty where regions are not tiles."""
+    """Number of the tile of each region that has a share of K; empty if regions are not tiles."""
     regions = features.regions
     if len(regions) != tiles or tiles == 1 or regions[0].order is not None:
         return []

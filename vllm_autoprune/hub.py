@@ -1,4 +1,4 @@
-"""Why files of a checkpoint cannot be read: they are missing, or the Hugging Face Hub is."""
+"""Reasons why a checkpoint cannot be read: files are missing, or the Hub cannot be asked."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 from vllm_autoprune.errors import Problem
 
 HUB_MISSING = "hub"
-"""Kind of a problem that ends where the Hub can be reached: of the checkpoint nothing is known."""
+"""Kind of the problem that the Hub cannot be asked, so nothing is known of the checkpoint."""
 
 
 def explain_unread(where: str, error: Exception, what: str, fix: str) -> Problem:
-    """Why a checkpoint cannot be read: ``what`` and ``fix``, or a Hub that cannot be asked."""
+    """Make the problem of a failed read: ``what`` and ``fix``, or a Hub that cannot be asked."""
     from huggingface_hub import constants
 
     if not _is_hub_missing(error):
@@ -28,7 +28,7 @@ def explain_unread(where: str, error: Exception, what: str, fix: str) -> Problem
 
 
 def _is_hub_missing(error: BaseException | None) -> bool:
-    """Whether huggingface_hub raised it because it could not ask; transformers wraps its errors."""
+    """Whether the error, or one that it wraps, says that the Hub could not be asked."""
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
     while error is not None:
@@ -39,5 +39,5 @@ def _is_hub_missing(error: BaseException | None) -> bool:
 
 
 def describe_error(error: Exception) -> str:
-    """The first sentence of its message; that of transformers goes on with advice."""
+    """First sentence of the message; messages of transformers go on with advice."""
     return re.split(r"[.:!?]?\s*\n|[.!?]\s", str(error).strip())[0][:150].rstrip(".")

@@ -1,4 +1,4 @@
-"""Where the kept tokens of an image stand for the language model, in words."""
+"""Description of the positions that kept tokens have in the language model."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 def describe_positions(
     state: PruningState, config: PretrainedConfig | None
 ) -> tuple[Positions, str]:
-    """Positions that a checkpoint is served with, and a sentence; None: of any checkpoint.
+    """Positions that ``state`` is served with on a checkpoint, and a sentence that explains them.
 
-    Raises :class:`ConfigError` where no state can serve the checkpoint.
+    Without a ``config`` the sentence covers every checkpoint. Raises :class:`ConfigError` for a
+    checkpoint that no state can serve.
     """
     backbone = None if config is None else require_served(config)
     if backbone is not None and backbone.mrope:

@@ -25,7 +25,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class FrozenModel(BaseModel):
-    """Base of all that is recorded: immutable, and unknown fields are refused."""
+    """Base model of records: it is immutable and refuses unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -33,7 +33,7 @@ class FrozenModel(BaseModel):
 class RecordFile(Generic[_R]):
     """An open record file that is locked for writing by this process, until it is closed.
 
-    ``records`` are those that it contained when it was opened. A subclass says what they are.
+    ``records`` are those that the file had when it was opened. A subclass defines their type.
     """
 
     adapter: ClassVar[TypeAdapter[Any]]
@@ -42,13 +42,13 @@ class RecordFile(Generic[_R]):
     def __init__(self, path: Path) -> None:
         """Open or create the file and its folders, and remove an incomplete last line.
 
-        Raises ``error_type`` for a file with other content, which is left unchanged; that another
-        process is writing; or that cannot be written.
+        Raises ``error_type`` if another process is writing the file, if it cannot be written, or
+        if it has other content, which is left unchanged.
         """
         self.path = path
         with contextlib.ExitStack() as on_error, self._reporting():
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Unbuffered: a write ends half way where the disk is full.
+            # Unbuffered, so that a full disk fails the write itself, which can then be undone.
             self._file = on_error.enter_context(path.open("ab", buffering=0))
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.records, self._size = self._read_complete_lines(path)
@@ -71,23 +71,23 @@ class RecordFile(Generic[_R]):
                     written += self._file.write(lines[written:])
                 os.fsync(self._file)
             except OSError:
-                # If this fails too, the next process that opens the file removes what is left.
+                # If this fails too, the incomplete line is removed when the file is next opened.
                 with contextlib.suppress(OSError):
                     self._file.truncate(self._size)
                 raise
         self._size += len(lines)
 
     def close(self) -> None:
-        """Release the lock and close the file; one without a record is removed."""
+        """Release the lock and close the file; remove the file if it has no record."""
         if not self._file.closed and self._size == 0:
-            # A start that was refused leaves nothing.
+            # A run that is refused at its start leaves no file behind.
             with contextlib.suppress(OSError):
                 self.path.unlink()
         self._file.close()
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:
-        """Raise what the file system refuses as the file's own kind of error."""
+        """Convert an OSError to ``error_type``, with the path and a fix."""
         try:
             yield
         except BlockingIOError:
@@ -104,9 +104,9 @@ class RecordFile(Generic[_R]):
 
     @classmethod
     def read(cls, path: Path, fix: str) -> list[_R]:
-        """The complete records of a file, which another process may be writing.
+        """Read the complete records of a file, which another process may be writing.
 
-        Raises ``error_type`` for other content, and for a file that cannot be read, with ``fix``.
+        Raises ``error_type`` for other content. If the file cannot be read, the error has ``fix``.
         """
         try:
             return cls._read_complete_lines(path)[0]

@@ -1,4 +1,4 @@
-"""Description of a CLIP text tower: path, sign of its relevance, sizes. Loads no weights."""
+"""Description of a CLIP text tower, without its weights: path, sign of relevance, sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_autoprune.hub import explain_unread
 TOWER_FLAG = "--autoprune-text-tower"
 
 SIGN_KEY = "autoprune_relevance_sign"
-"""Key of a CLIP ``config.json`` that states the direction; +1 or -1."""
+"""Key in a CLIP ``config.json`` of the sign of relevance, +1 or -1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +26,20 @@ class TextTower:
     reason: str
     """Where the sign comes from."""
     segment: int
-    """Token ids of a text that the tower takes at once."""
+    """Maximum number of token ids that the tower encodes at once."""
     width: int
     """Width of the space in which texts and patches are compared."""
     vision_width: int
     """Width of the vision tower beside it."""
     vocabulary: int = 49408
-    """Token ids that the tower has embeddings of; by default those of OpenAI's CLIP."""
+    """Number of token embeddings; the default is that of OpenAI's CLIP."""
 
 
 def read_text_tower(path: str) -> TextTower:
-    """Read a CLIP checkpoint's description; raises ConfigError with what is wrong.
+    """Read the description of a CLIP checkpoint; raises :class:`ConfigError` if it is not valid.
 
-    The sign is -1 where the description says nothing: that is how OpenAI's CLIP behaves on the
-    patches LLaVA uses (base policy specification of CDPruner, and its authors' own remark).
+    The sign is -1 if the config states none, because OpenAI's CLIP gives relevant patches the
+    smaller cosine on the features that LLaVA reads (CDPruner, appendix and code).
     """
     from transformers import AutoConfig, AutoTokenizer, CLIPConfig
 
@@ -61,7 +61,7 @@ def read_text_tower(path: str) -> TextTower:
     tokenizer = load(AutoTokenizer, "has no tokenizer")
     text = config.text_config
     ids = set(tokenizer.get_vocab().values())
-    # If the files are missing, transformers creates a tokenizer without words.
+    # If the files are missing, transformers creates a tokenizer with special tokens only.
     if ids <= set(tokenizer.all_special_ids):
         what = "has no tokenizer (only start and end tokens were found)"
         raise tower_error(what, fix)

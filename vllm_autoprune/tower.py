@@ -1,4 +1,4 @@
-"""Vision towers: the multiply-accumulates that encoding an image takes."""
+"""Vision towers: their sizes, and the FLOPs of encoding an image."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ if TYPE_CHECKING:
 _NO_MATRIX = re.compile(
     r"language_model|text_model|lm_head|pos_embed|position|cls_token"
 )
-"""Weights that belong to the language model, or that no row is multiplied by."""
+"""Names of weights that are not counted: the language model's, position and [CLS] embeddings."""
 _OF_PATCHES = re.compile(r"\.(?:blocks|layers?)\.(\d+)\.|patch_(?:embed|conv)")
-"""Weights that every patch is multiplied by; others are applied to each visual token."""
+"""Names of weights that are applied to each patch; others are applied to each visual token."""
 
 
 @dataclass(frozen=True, slots=True)
 class VisionTower:
-    """Sizes of a vision tower with its projector, as one image passes through them."""
+    """Sizes of a vision tower with its projector."""
 
     layers: int
     """Layers that are run, each with attention between patches."""
     width: int
     weights: int
-    """Entries of the matrices that each patch is multiplied by, in all layers."""
+    """Number of weights that are applied to each patch, over all layers."""
     projector: int
-    """Entries of those that each visual token is multiplied by: projector, or patch mergers."""
+    """Number of weights that are applied to each visual token, in projector or patch mergers."""
     patches: int = 4
-    """Patches of a visual token, in a tower that takes images of any size."""
+    """Patches that become one visual token, in a tower that takes images of any size."""
     tile_side: int = 0
-    """Patches on each side of a tile, in a tower that takes tiles of one size; 0 in others."""
+    """Side of a tile in patches, in a tower that takes tiles of one size; 0 in other towers."""
     cls_tokens: int = 0
     """[CLS] tokens of a tile."""
     window: int = 0
-    """Patches that a layer with windows attends to; 0: all layers attend to the whole image."""
+    """Patches in an attention window; 0 if all layers attend to the whole image."""
     full_layers: int = 0
-    """Layers that attend to the whole image where others have windows."""
+    """Number of layers that attend to the whole image, in a tower with windows."""
 
     def count_flops(self, tokens: int, tiles: int = 1) -> int:
         """FLOPs of encoding an image of N = ``tokens`` visual tokens in ``tiles`` tiles."""
@@ -56,9 +56,10 @@ class VisionTower:
     def of_config(
         cls, config: PretrainedConfig, like: VisionTower | None = None
     ) -> VisionTower:
-        """The tower of a checkpoint, whose matrices are counted without any memory for them.
+        """Count the weights of a checkpoint's tower, without allocating them.
 
-        ``like`` is the tower of another checkpoint of the family, which takes images alike.
+        ``like`` is the tower of another checkpoint of the family; how images become patches,
+        tiles and [CLS] tokens is taken from it.
         """
         import torch
         from transformers import AutoModelForImageTextToText
@@ -67,7 +68,7 @@ class VisionTower:
             model = AutoModelForImageTextToText.from_config(config)
         vision = config.vision_config
         layers = vars(vision).get("depth") or vision.num_hidden_layers
-        # -2: the output of the layer before the last, so the last is not run.
+        # -2 selects the output of the last layer but one, so the last layer is not run.
         feature = vars(config).get("vision_feature_layer", -1)
         layers += min(0, feature + 1) if isinstance(feature, int) else 0
         weights = 0
@@ -98,5 +99,5 @@ class VisionTower:
 
 
 def _find_side(size: int | Sequence[int]) -> int:
-    """Side of a square, which some configurations give as height and width."""
+    """Side of a square; some configurations give it as height and width."""
     return size if isinstance(size, int) else size[0]

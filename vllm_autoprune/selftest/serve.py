@@ -1,7 +1,8 @@
 """Serve one tiny model in this process under every setting of the self-test.
 
 ``python -m vllm_autoprune.selftest.serve NAME`` prints the report of a backbone. Each scenario adds
-completions under its settings (:class:`Report`), and returns what else it saw.
+its completions to ``completions``, under the names that :class:`Report` lists, and returns what
+else it observed.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ from vllm_autoprune.serving.models import require_served
 
 _Settings = defaultdict[str, Completions]
 
-# Small steps, so that prefill comes in chunks.
+# Scheduler steps of 8 tokens, so that prompts are prefilled in chunks.
 _CHUNKED = {"max_num_batched_tokens": 8, "max_num_seqs": 2}
 
 
 def serve(folder: Path) -> Report:
-    """The report of a model in a folder."""
+    """Serve the model in ``folder`` under all settings, and report the results."""
     completions: _Settings = defaultdict(dict)
     profile = _serve_stock(folder, completions)
     with TinyEngine(folder, make_settings(LARGE_BUDGET)) as engine:
@@ -88,7 +89,7 @@ def serve(folder: Path) -> Report:
 
 
 def _serve_stock(folder: Path, completions: _Settings) -> Profile:
-    """Without a state."""
+    """Ask all questions of stock vLLM, without a state; returns the profile of its engine."""
     with TinyEngine(folder, None) as engine:
         caches = engine.runner.kv_cache_config.kv_cache_groups
         profile = Profile(
@@ -100,7 +101,7 @@ def _serve_stock(folder: Path, completions: _Settings) -> Profile:
         completions["stock others"] = engine.ask_video("video")
         completions["cells"]["stock"] = engine.ask(PAGE_QUESTION)
     if completions["stock others"]:
-        # Small steps round in another way than large ones: they are compared with each other.
+        # Chunked prefill rounds differently, so chunked results get a chunked reference.
         with TinyEngine(folder, None, **_CHUNKED) as engine:
             completions["stock others"] |= engine.ask_video("chunked video")
     return profile
@@ -110,7 +111,7 @@ def _serve_stock(folder: Path, completions: _Settings) -> Profile:
 
 
 def _predict_tokens(engine: TinyEngine) -> dict[str, list[int]]:
-    """N of the images of each question, computed from their sizes."""
+    """N of every image of each question, computed from the sizes of the images alone."""
     from vllm.multimodal.parse import ImageSize
 
     placeholders = engine.processor._placeholders
@@ -125,7 +126,7 @@ def _predict_tokens(engine: TinyEngine) -> dict[str, list[int]]:
 
 
 def _prune_images(engine: TinyEngine, completions: _Settings) -> PrunedImages:
-    """Each question with a small K, twice."""
+    """Ask each question twice with a small K."""
     rows: dict[str, Rows] = {}
     texts: dict[str, Rows] = {}
     runs = engine.runs
@@ -141,7 +142,10 @@ def _prune_images(engine: TinyEngine, completions: _Settings) -> PrunedImages:
 
 
 def _leave_out_cells(engine: TinyEngine, completions: Completions) -> list[int] | None:
-    """A page without its blank cells; returns the others, None where that is refused."""
+    """Ask about a page without its blank cells.
+
+    Returns the cells that remain, or None if the model refuses to drop cells.
+    """
     try:
         with engine.recording() as recorded:
             completions["left"] = engine.ask(PAGE_QUESTION, cells="flat")
@@ -156,7 +160,7 @@ def _leave_out_cells(engine: TinyEngine, completions: Completions) -> list[int] 
 
 
 def _prune_video(engine: TinyEngine, completions: Completions) -> Rows:
-    """A few tokens of a video; returns their rows, none where videos are served whole."""
+    """Keep a few tokens of a video; returns their rows, empty if videos are served whole."""
     with suppress(RequestError), engine.recording() as recorded:
         completions |= engine.ask_video("few", video_budget=VIDEO_BUDGET)
         engine.empty_caches()
@@ -168,7 +172,7 @@ def _prune_video(engine: TinyEngine, completions: Completions) -> Rows:
 
 
 def _serve_in_small_steps(folder: Path, completions: _Settings) -> None:
-    """What was asked before, with chunked prefill, and some of it preempted."""
+    """Repeat the earlier questions with chunked prefill, and two of them with preemption."""
     cells = completions["cells"]
     with TinyEngine(folder, make_settings(SMALL_BUDGET), **_CHUNKED) as engine:
         completions["chunked"] = chunked = engine.ask_each(QUESTIONS)
@@ -194,16 +198,17 @@ def _serve_in_small_steps(folder: Path, completions: _Settings) -> None:
 
 
 def _converse(engine: TinyEngine, recalls: bool, preempted: bool = False) -> Completion:
-    """The completion of a third turn; the second and the third recall tokens if they may."""
+    """Completion of the third turn; with ``recalls``, later turns recall tokens of the image."""
     fields = {"recall": RECALL} if recalls else {}
     question = QUESTIONS[SPLIT_QUESTION]
     return engine.ask(question, None, preempted, (PLACE, COUNT), **fields)
 
 
 def _serve_split(folder: Path, completions: Completions, size: int) -> SplitImage:
-    """Parts of an image of ``size`` tokens, together, alone, chunked and preempted.
+    """Ask about an image of ``size`` tokens that is split into a core and a delta.
 
-    The state ranks tokens before the patch merger where the model has one.
+    Questions are asked with shared and with empty caches, chunked and preempted. The state ranks
+    tokens before the patch merger if the model has one.
     """
     backbone = require_served(read_config(str(folder))).name
     merger = TINY_MODELS.get(backbone, {}).get("merger")
