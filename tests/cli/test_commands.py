@@ -25,7 +25,7 @@ from tests.tpdsl.samples import edited, shipped, state
 from vllm_autoprune import load_state, materialize
 from vllm_autoprune.backbones import BACKBONE_SHAPES
 from vllm_autoprune.cli.commands import SUMMARIES, doctor
-from vllm_autoprune.cli.description import describe_policy
+from vllm_autoprune.cli.description import describe_policy, list_parts
 from vllm_autoprune.cli.main import main, parser
 from vllm_autoprune.cli.output import format_definitions, format_table
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
@@ -237,9 +237,12 @@ def test_a_state_in_words(
 ) -> None:
     core = {"share": 0.75, "cover": 0.25}
     rule = budget and BudgetCall.parse(budget)
-    text = " ".join(describe_policy(materialize(state(changes), rule)))
+    policy = materialize(state(changes), rule)
+    text = " ".join(describe_policy(policy))
     assert [part for part in parts if part not in text] == []
     assert (" core" in text) == (changes.get("/core") == core)
+    (base_policy,) = list_parts(policy)["base policy"]
+    assert base_policy.decides != ("all chosen by" in text)
 
 
 def test_show_has_what_a_search_measured_and_what_is_merged(
@@ -324,7 +327,9 @@ def test_materialize_writes_a_state_and_its_changes(
     assert load_state(json.dumps(record["state"])) == load_state(target)
     assert all(change["why"] for change in record["changes"])
     run(capsys, *call, "-o", str(tmp_path / "no" / "folder.json"), status=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["next.json"]
+    (tmp_path / "folder").mkdir()
+    run(capsys, *call, "-o", str(tmp_path / "folder"), status=1)
+    assert {path.name for path in tmp_path.iterdir()} == {"folder", "next.json"}
     shared = run_json(capsys, "materialize", "autoprune", "--budget", "1/3")
     policy = materialize(load_state(json.dumps(shared["state"])))
     assert (policy.state.name, policy.tokens_kept(144)) == ("autoprune-k1-3", 48)

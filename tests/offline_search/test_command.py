@@ -390,6 +390,31 @@ def test_an_interrupted_search_says_how_to_go_on(
     assert main(words[1:]) == 0
 
 
+def test_the_command_that_resumes_shows_no_secret(
+    run_command: Run,
+    served: FakeServer,
+    capsys: Printed,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(*values: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ProgressLog, "on_round", interrupt)
+    url = served.url.replace("//", "//me:secret1@")
+    headers = ("--header", "X-A=secret2", "--proposer-header=X-B=secret3")
+    assert run_command("--server-url", url, *headers) == 130
+    command = capsys.readouterr().err.splitlines()[-1]
+    assert "secret" not in command and "//...@" in command
+
+
+def test_an_output_that_is_a_folder_is_refused_before_the_search(
+    run_command: Run, served: FakeServer, tmp_path: Path, capsys: Printed
+) -> None:
+    assert run_command("-o", str(tmp_path)) == 1
+    assert f"{tmp_path}: is a folder -> name a file in it" in capsys.readouterr().err
+    assert not served.requests
+
+
 @parametrize_from_file("more", "message")
 def test_wrong_options_give_one_error_with_a_fix(
     more: list[str], message: str, run_command: Run, served: FakeServer, capsys: Printed

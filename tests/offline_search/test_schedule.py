@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from offline_search.history import History
+from offline_search.history import History, gave_up
+from offline_search.ledger import Status
 from offline_search.schedule import EvaluationBudget, Plateau
 from tests.offline_search.synthetic import settings_of, trial
 from tests.tables import parametrize_from_file
@@ -99,3 +100,20 @@ def test_nothing_is_a_plateau_without_a_resolution() -> None:
     for number in range(1, 7):
         plateau.update(history, number, 1.0)
     assert plateau == Plateau()
+
+
+def test_a_search_gives_up_after_25_invalid_or_unsafe_candidates_in_a_row() -> None:
+    statuses: list[Status] = ["invalid", "unsafe"] * 12
+    cases: list[tuple[Status, bool]] = [
+        ("invalid", True),
+        ("unsafe", True),
+        ("evaluated", False),
+        ("unevaluated", False),  # the server failed, not the proposer
+    ]
+    for last, is_given_up in cases:
+        row: list[Status] = ["evaluated", *statuses, last]
+        results = [
+            trial(f"1.{n}", status=status).result for n, status in enumerate(row)
+        ]
+        assert gave_up(results) == is_given_up
+        assert not gave_up(results[2:])

@@ -44,7 +44,7 @@ from tests.offline_search.synthetic import (
     settings_of,
 )
 from vllm_autoprune import load_state
-from vllm_autoprune.errors import SearchError
+from vllm_autoprune.errors import EvaluationFailed, SearchError
 
 PAPER = json.dumps(compact_json(paper_state(settings_of())))
 BASE = base_state(settings_of())
@@ -464,6 +464,23 @@ async def test_a_failed_evaluation_is_not_scored_as_wrong(
     failed = [trial for trial in trials if trial.status == "unevaluated"]
     assert failed and {trial.objective for trial in failed} == {None}
     assert all(reason in trial.reason for trial in failed)
+
+
+async def test_a_candidate_that_fails_during_a_race_has_no_score(
+    search: Searches,
+) -> None:
+    best = (await search(ledger="free", strategy="autoprune+")).digest
+
+    def fail_later(job: EvaluationJob, answers: Answers) -> Answers:
+        if digest_of(job) == best and job.split == "search" and job.start:
+            raise EvaluationFailed.of("image", "cannot identify image file")
+        return answers
+
+    await search(strategy="autoprune+", change=fail_later)
+    trials = search.records(TrialRecord)
+    failed = [trial for trial in trials if trial.status == "unevaluated"]
+    assert any(trial.examples for trial in failed), "it answered a part"
+    assert {(trial.objective, trial.accuracy) for trial in failed} == {(None, None)}
 
 
 @pytest.mark.parametrize("per_round", [1, 2])

@@ -6,7 +6,9 @@ import dataclasses
 import importlib.util
 import json
 import math
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,11 +25,14 @@ from vllm_autoprune.selftest.device import (
     check_selections,
 )
 from vllm_autoprune.selftest.run import (
+    REPORT_PREFIX,
     RUNNERS,
     SPLIT_QUESTION,
     Completion,
     Report,
     SelftestError,
+    available_runners,
+    run_backbone,
 )
 from vllm_autoprune.tpdsl.base_policy import (
     BASE_POLICIES,
@@ -168,35 +173,57 @@ def with_text(places: list[int]) -> Change:
     )
 
 
-BROKEN: Mapping[str, Change] = {
-    "answers_are_numbers": answer("chunked", logprob=math.nan),
-    "whole_is_stock": answer("whole", logprob=-3.0000001),
-    "prompts_shrink_as_predicted": answer(
-        "pruned", prompt=[1, *[IMAGE] * 5, *range(20, 60)]
+BROKEN: Sequence[tuple[str, Change]] = (
+    ("answers_are_numbers", answer("chunked", logprob=math.nan)),
+    ("whole_is_stock", answer("whole", logprob=-3.0000001)),
+    (
+        "prompts_shrink_as_predicted",
+        answer("pruned", prompt=[1, *[IMAGE] * 5, *range(20, 60)]),
     ),
-    "kept_rows_are_the_model_s_own": fields(kept={SPLIT_QUESTION: [[1, -1, 5, 7, 11]]}),
-    "kept_rows_stand_in_their_tiles": in_tiles([1, *[IMAGE] * 3, 2, *[IMAGE] * 2]),
-    "text_stands_between_the_tokens_that_it_did": with_text([0, 3]),
-    "small_steps_keep_the_same": answer("chunked", positions=FULL),
-    "preempted_requests_go_on": answer("preempted", ids=[3, 5]),
-    "the_same_question_shares": answer("pruned", cached=32),
-    "questions_stand_alone": answer("alone", logprob=-3.1),
-    "images_are_seen_once": fields(vision_runs=1),
-    "nothing_fell_back": fields(errors={"RuntimeError": 1}),
-    "positions_are_a_gather": fields(kept={SPLIT_QUESTION: [OTHERS]}),
-    "questions_share_the_core": answer("split", "second", cached=0),
-    "later_turns_recall_other_tokens": fields(recalled=[[8]]),
-    "recalled_tokens_stand_in_their_image": answer(
-        "split", "alone third", positions=WRONG
+    *(
+        ("kept_rows_are_the_model_s_own", fields(kept={SPLIT_QUESTION: images}))
+        for images in (
+            [[1, -1, 5, 7, 11]],
+            [[1, 2, 5, 7, N]],
+            [[2, 1, 5, 7, 11]],
+            [[1, 1, 5, 7, 11]],
+            [KEPT, KEPT],
+        )
     ),
-    "parts_give_the_same_completions": answer("split", "alone second", logprob=-4.0),
-    "parts_stand_on_one_grid": answer("split", "first", positions=FULL),
-    "cells_are_left_out": fields(cells=OTHERS),
-    "videos_keep_some_tokens": fields(video=[OTHERS]),
-    "merger_input_is_that_of_transformers": fields(merger_error=math.nan),
-    "videos_are_untouched": answer("others", "video", logprob=-3.01),
-}
-"""A change of the correct report for each check, that it reports."""
+    (
+        "kept_rows_stand_in_their_tiles",
+        in_tiles([1, *[IMAGE] * 3, 2, *[IMAGE] * 2]),
+    ),
+    ("text_stands_between_the_tokens_that_it_did", with_text([0, 3])),
+    ("small_steps_keep_the_same", answer("chunked", positions=FULL)),
+    ("preempted_requests_go_on", answer("preempted", ids=[3, 5])),
+    ("the_same_question_shares", answer("pruned", cached=32)),
+    ("the_same_question_shares", answer("again", cached=0)),
+    ("questions_stand_alone", answer("alone", logprob=-3.1)),
+    ("images_are_seen_once", fields(vision_runs=1)),
+    ("nothing_fell_back", fields(errors={"RuntimeError": 1})),
+    ("nothing_fell_back", fields(fallbacks=1)),
+    ("positions_are_a_gather", fields(kept={SPLIT_QUESTION: [OTHERS]})),
+    ("questions_share_the_core", answer("split", "second", cached=0)),
+    ("questions_share_the_core", answer("split", "first", cached=1)),
+    ("later_turns_recall_other_tokens", fields(recalled=[[8]])),
+    ("later_turns_recall_other_tokens", answer("split", "third", cached=0)),
+    ("later_turns_recall_other_tokens", fields(splittable=False, recalled=[])),
+    (
+        "recalled_tokens_stand_in_their_image",
+        answer("split", "alone third", positions=WRONG),
+    ),
+    ("parts_give_the_same_completions", answer("split", "alone second", logprob=-4.0)),
+    ("parts_stand_on_one_grid", answer("split", "first", positions=FULL)),
+    ("cells_are_left_out", fields(cells=OTHERS)),
+    ("cells_are_left_out", fields(cells=None)),
+    ("videos_keep_some_tokens", fields(video=[OTHERS])),
+    ("videos_keep_some_tokens", answer("stock others", "video")),
+    ("merger_input_is_that_of_transformers", fields(merger_error=math.nan)),
+    ("videos_are_untouched", answer("others", "video", logprob=-3.01)),
+    ("videos_are_untouched", answer("others", "video")),
+)
+"""Changes of the correct report, each with the check that reports it."""
 
 
 def test_each_check_passes_a_correct_report_and_reports_what_is_wrong() -> None:
@@ -210,9 +237,10 @@ def test_each_check_passes_a_correct_report_and_reports_what_is_wrong() -> None:
         assert CHECKS["text_stands_between_the_tokens_that_it_did"](embedded) == ""
         assert CHECKS["kept_rows_stand_in_their_tiles"](embedded) == ""
     # NaN survives JSON, so that a check can report it.
-    for name, check in CHECKS.items():
-        broken = BROKEN[name](good())
-        assert check(Report.model_validate_json(broken.model_dump_json())), name
+    for name, change in BROKEN:
+        broken = Report.model_validate_json(change(good()).model_dump_json())
+        assert CHECKS[name](broken), name
+    assert {name for name, _ in BROKEN} == {*CHECKS}
 
 
 def test_runners_agree_up_to_rounding() -> None:
@@ -229,6 +257,53 @@ def test_runners_agree_up_to_rounding() -> None:
     )  # attention in bfloat16: few tokens may be others, all may not
     assert runners_agree(linear(good()), fields(kept={})(good())) == ""
     assert runners_agree(linear(good()), answer("whole", ids=[3, 5])(good())) != ""
+
+
+# ---- the process of a backbone ----
+
+
+@pytest.fixture
+def run_as_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], None]:
+    """Makes a shell script what is run as Python's interpreter."""
+    program = tmp_path / "python"
+    monkeypatch.setattr(sys, "executable", str(program))
+
+    def write_script(script: str) -> None:
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+
+    return write_script
+
+
+def test_a_backbone_gives_a_report_or_an_error_with_its_last_output(
+    run_as_python: Callable[[str], None], tmp_path: Path
+) -> None:
+    printed = tmp_path / "printed"
+    report = f"{REPORT_PREFIX}{good().model_dump_json()}"
+    printed.write_text(f"loading\n{report}\nshutting down\n")
+    is_configured = '[ "$VLLM_USE_V2_MODEL_RUNNER$HF_HUB_OFFLINE" = 11 ]'
+    run_as_python(f"{is_configured} && cat {printed}")
+    assert run_backbone("gemma3", RUNNERS["v2"]) == good()
+    run_as_python("seq 40; echo out of memory >&2; exit 3")
+    with pytest.raises(SelftestError, match=r"ended with 3: .* 40 out of memory"):
+        run_backbone("gemma3")
+    run_as_python("exec sleep 60")
+    with pytest.raises(SelftestError, match="gave no report in 1 s"):
+        run_backbone("gemma3", timeout=1)
+
+
+def test_the_second_runner_needs_triton(
+    run_as_python: Callable[[str], None],
+) -> None:
+    for script, runners in (
+        ("echo 'triton: True'", ("v1", "v2")),
+        ("echo 'triton: False'", ("v1",)),
+        ("echo 'no module vllm' >&2; exit 1", ("v1",)),
+    ):
+        run_as_python(script)
+        assert available_runners() == runners
 
 
 # ---- the command ----
