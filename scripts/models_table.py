@@ -23,7 +23,7 @@ from vllm_autoprune.serving.models import BACKBONES, CHECKPOINTS, REFUSALS  # no
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall  # noqa: E402
 
 SIDE = 1024
-"""Pixels on each side of the image whose tokens are counted."""
+"""Side, in pixels, of the square image whose tokens are counted."""
 
 
 def _square(pixels: int) -> dict[str, int]:

@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # the benchmarks are not part of what is installed
+sys.path.insert(0, str(ROOT))  # the benchmarks are not installed
 
 from benchmarks.policies import as_markdown as policies_table  # noqa: E402
 from vllm_autoprune.cli.output import CommandParser  # noqa: E402
 
 
 def main() -> int:
-    """Rewrite the parts between ``<!-- name -->`` and ``<!-- /name -->``; 0."""
+    """Rewrite the parts between ``<!-- name -->`` and ``<!-- /name -->``; returns 0."""
     CommandParser(description=__doc__).parse_args()
     parts = {"docs/shipped-states.md": ("policies", policies_table())}
     demo = ROOT / "out/demo"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _LinearAttention:
-    """Layers of linear attention (gated delta net), which cache a state, and no keys and values.
+    """Layers of linear attention (gated delta net), which cache a state instead of keys and values.
 
     The last of every ``every`` layers has full attention instead. ``key_width`` and
     ``value_width`` are the widths of the keys and values of all heads, and ``key_head`` is the
@@ -68,9 +68,9 @@ class BackboneShape:
     query_width: int = 0
     """Width of the queries (heads x head width); 0 if it equals ``width``."""
     linear: _LinearAttention | None = None
-    """Its layers of linear attention; None where every layer has full attention."""
+    """Layers of linear attention; None if every layer has full attention."""
     tower: VisionTower | None = None
-    """Its vision tower; None where its sizes are not known."""
+    """Vision tower; None if its sizes are not known."""
 
     @property
     def checkpoint(self) -> str:

@@ -57,7 +57,7 @@ class AutopruneError(Exception):
     """Base class of every exception that this project raises; lists all problems.
 
     The message of a single problem is one line. ``subject`` names what the problems are about, and
-    is empty if the problems tell.
+    is empty if the problems tell it.
     """
 
     usual_subject: ClassVar[str] = ""

@@ -68,7 +68,7 @@ class Trace:
     entered: tuple[int, ...]
     core: tuple[int, ...]
     extra: int
-    """Merged rows of the base policy, which are not single tokens."""
+    """E, number of extra rows of the base policy, which are merged from several tokens."""
     signals: tuple[_SignalTrace, ...]
     """Signals that quality is fused from; empty if ``quality`` is None."""
     quality: tuple[float, ...] | None

@@ -11,7 +11,10 @@ HUB_MISSING = "hub"
 
 
 def explain_unread(where: str, error: Exception, what: str, fix: str) -> Problem:
-    """Make the problem of a failed read: ``what`` and ``fix``, or a Hub that cannot be asked."""
+    """Make the problem for an ``error`` of reading a checkpoint.
+
+    It has ``what`` and ``fix``, unless the error says that the Hub could not be asked.
+    """
     from huggingface_hub import constants
 
     if not _is_hub_missing(error):

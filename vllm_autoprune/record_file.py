@@ -124,9 +124,9 @@ class RecordFile(Generic[_R]):
                 record = cls.adapter.validate_json(line)
             except ValidationError as error:
                 detail = error.errors(include_url=False)[0]
-                # The last line may be a truncated record, rather than content of another format:
-                # that is never valid JSON, and a file system may leave zero bytes where a power
-                # failure interrupted a write.
+                # The last line may be a truncated record, rather than content of another format.
+                # A truncated record is never valid JSON, and may be zero bytes after a power
+                # failure.
                 truncated = detail["type"] == "json_invalid" and (
                     not line.strip() or line.startswith((b"{", b"\0"))
                 )

@@ -23,7 +23,7 @@ class VisionTower:
     """Sizes of a vision tower with its projector."""
 
     layers: int
-    """Layers that are run, each with attention between patches."""
+    """Number of layers that are run; all have attention between patches."""
     width: int
     weights: int
     """Number of weights that are applied to each patch, over all layers."""

@@ -24,7 +24,7 @@ def format_value(value: JsonValue) -> str:
 
 
 class Part(NamedTuple):
-    """A base policy or an atom of a state, and what it does."""
+    """A base policy or an atom of a state, with its parameters and its doc line."""
 
     name: str
     doc: str
@@ -180,7 +180,7 @@ class ScoreRow(BaseModel):
     """Scores of a state at one budget; unknown fields of a recorded row are ignored."""
 
     budget: int | str
-    """K, or a share of N such as "N/8" where images differ in size."""
+    """K, or a share of N such as "N/8" if the images differ in size."""
     model: str = ""
     accuracy: float = 0.0
     less_resized: Estimate | None = None

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         discard_output()  # the reader has closed the pipe
         return 1
     except KeyboardInterrupt as interrupt:
-        # A command that --resume can continue states in the interrupt what it has kept.
+        # If --resume can continue the command, the text of the interrupt tells what was kept.
         text = str(interrupt)
         print(f"vllm-autoprune {words[0]}: {text or 'stopped'}", file=sys.stderr)
         if text:

@@ -99,7 +99,7 @@ def check_writable(path: Path) -> None:
 
 
 def print_text(text: str, end: str = "\n") -> None:
-    """Print to standard output; raises :class:`ConfigError` where it cannot be written."""
+    """Print to standard output; raises :class:`ConfigError` if that fails."""
     try:
         print(text, end=end, flush=True)  # unflushed, an error comes only at exit
     except BrokenPipeError:

@@ -71,7 +71,7 @@ class _Model:
 
 
 def advise_image(options: Namespace) -> int:
-    """Print what a picture costs by the rule that drops its cells, and draw what `flat` drops."""
+    """Print what a picture costs under each rule for its cells, and draw what `flat` drops."""
     if options.output is not None:
         check_writable(options.output)
     image = read_picture(find_picture(options.image, options.image, Path())).image()

@@ -125,7 +125,7 @@ def _print_cost(options: Namespace) -> int:
     budgets = [tokens, max(1, tokens // 9)]
     if options.tokens:
         budgets = [budget.tokens_kept(tokens, tiles) for budget in options.tokens]
-    # The tower encodes the whole image, of which K tokens are then kept.
+    # The tower encodes the whole image, before all but K tokens are dropped.
     tower = shape.tower.count_flops(tokens, tiles) / 10**12 if shape.tower else None
     costs = [shape.estimate_cost(k, text=options.text) for k in budgets]
     totals = [cost.teraflops + (tower or 0.0) for cost in costs]
@@ -232,7 +232,7 @@ def _advise(options: Namespace) -> int:
         _, note = describe_positions(load_state(state), config)
         inputs.notes.append(note)
     estimates = estimate_ways(traffic, timings)
-    # A resample may have a time of 0 s, which Timings do not allow.
+    # A resample may have a time of 0 s, but Timings must be above 0.
     repeats = [
         timings.model_copy(
             update={name: max(seconds, 1e-9) for name, seconds in resample.items()}

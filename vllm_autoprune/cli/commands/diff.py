@@ -60,7 +60,7 @@ _Rows = Iterator[list[str]]
 
 
 def _compare_parts(old: PruningState, new: PruningState) -> _Rows:
-    """A row for each pair of parts that differ, of those that have an effect."""
+    """A row for each pair of parts that differ; parts without an effect are left out."""
     new_fields = list_parts(materialize(new))
     for field, parts in list_parts(materialize(old)).items():
         pairs = _pair_parts(

@@ -209,7 +209,7 @@ def _check_shipped_states() -> _Results:
 )
 def _check_installation(options: Namespace) -> int:
     """Check whether this installation can serve, and whether it can serve a model pruned."""
-    # In the order in which a server would fail on them.
+    # Checks are in the order in which a server would fail them.
     findings = [
         *_run_check("vllm", _check_versions),
         *_run_check("packages", _check_packages),

@@ -186,7 +186,7 @@ def _holds_search(ledger: Path) -> bool:
 
 
 def _replay(options: Namespace, flags: _Flags, data: Path) -> WinnerRecord:
-    """Replay a recorded search into the ledger; raises where the two ledgers differ."""
+    """Replay a recorded search into the ledger; raises SearchError if they differ."""
     from offline_search.search import replay
 
     if _holds_search(options.ledger):
@@ -249,7 +249,8 @@ def _print_estimate(
         unpruned_seconds, pruned_seconds = asyncio.run(
             _time_answers(flags, settings, dataset)
         )
-        unpruned = sum(map(len, dataset.splits.values()))  # each question once
+        # The unpruned model answers every question once.
+        unpruned = sum(map(len, dataset.splits.values()))
         pruned = sum(answers.values()) - unpruned
         seconds = round(unpruned * unpruned_seconds + pruned * pruned_seconds, 1)
         duration = f"{seconds:.0f} s"
@@ -272,7 +273,7 @@ def _print_estimate(
 
 
 def _build_settings(flags: _Flags) -> Settings:
-    """The recorded settings; raises :class:`ConfigError` for flags that contradict each other."""
+    """Settings to record; raises :class:`ConfigError` for flags that contradict each other."""
     from offline_search.strategies import STRATEGIES
 
     name = flags.proposer_model or ""

@@ -102,7 +102,7 @@ def _run_selftest(options: Namespace) -> int:
             and importlib.util.find_spec(package) is None
         }
 
-    # Selections on the GPU, then the backbones in what remains of the time.
+    # Selections on the GPU come first, then backbones until the time is over.
     lines = list[str]()
     problems = list[str]()
     record: dict[str, object] = {}

@@ -221,7 +221,7 @@ def _show_state(options: Namespace) -> int:
 
 
 def _format_scores(scores: Sequence[ScoreRow]) -> str:
-    """A table of what was measured, with a column for each comparison that was made."""
+    """Table of recorded scores, with a column for each comparison that was made."""
     head = ["measured on", "K", "% right"]
     rows = [[row.model, row.budget, f"{row.accuracy:.1f}"] for row in scores]
     for title, gains in (
@@ -422,7 +422,7 @@ def _validate_state(
 
 
 def _find_losses(scores: Sequence[ScoreRow]) -> list[Problem]:
-    """A problem for each row where images resized to K tokens were answered better."""
+    """A problem for each row in which images resized to K tokens gave higher accuracy."""
     losses = []
     for number, row in enumerate(scores):
         gain = row.less_resized
