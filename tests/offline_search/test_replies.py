@@ -14,7 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import JsonValue
 
-from offline_search.candidates import MAX_HYPOTHESIS, Draft, assemble_state, paper_state
+from offline_search.candidates import (
+    MAX_HYPOTHESIS,
+    Draft,
+    assemble_state,
+    list_purposes,
+    paper_state,
+)
 from offline_search.choices import RandomSource
 from offline_search.components import JsonObject, compact_json
 from offline_search.replies import parse_reply, reply_schema
@@ -409,3 +415,8 @@ def test_the_schema_of_a_list_accepts_such_lists_of_its_length() -> None:
         assert checked.is_valid({"proposals": valid[:length]}) == (length == 5)
     for change in ({"purpose": "win"}, {"hypothesis": "x" * 201}, {"expect": "more"}):
         assert not checked.is_valid({"proposals": [*valid[:4], valid[4] | change]})
+
+
+def test_purposes_are_asked_for_in_turn_from_a_proposal_s_number_on() -> None:
+    purposes = list_purposes(0, 9, "open")
+    assert list_purposes(3, 6, "open") == purposes[3:] != purposes[:6]
