@@ -1,1 +1,1 @@
-"""Offline search for pruning states, proposed by a language model, measured on a served model."""
+"""Offline search for pruning states: a language model proposes them, a served model is measured."""

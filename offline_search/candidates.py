@@ -1,4 +1,4 @@
-"""Candidates of a search: what a proposal is, the state made of it, and the first states."""
+"""Candidates of a search: proposals, the states that are made of them, and the first states."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ Expectation = Literal["higher", "same", "lower"]
 """Expected score of a proposal, compared with its parent's."""
 
 Stage = Literal["first", "open", "tied", "last"]
-"""Of a search: nothing is measured; neither of the next; the best are tied; the last round."""
+"""Stage of a search: ``first`` before anything is measured, ``tied`` if the best candidates are
+tied, ``last`` in the last round, and ``open`` otherwise."""
 
 PURPOSES: Mapping[str, str] = {
     "exploit": "the best candidate with other numbers",
@@ -38,14 +39,14 @@ PURPOSES: Mapping[str, str] = {
     "combine": "parts of two or more candidates",
     "worst_category": "a change for the category with the largest share of the loss",
 }
-"""What proposals are asked for, in this order, and what each means in a prompt."""
+"""Purposes that are requested of proposals, in this order, and their descriptions in prompts."""
 
 _PURPOSES_IN_SMALL_SPACES: Mapping[str, str] = {
     "ablate": "a candidate without one of its signals, or with a number where its part does least",
     "explore": "signals that are not listed, or numbers far from those that are",
     "combine": "signals or numbers of two or more candidates",
 }
-"""What some of them mean where all candidates have one structure, or few."""
+"""Descriptions that differ in a space in which all candidates have one structure, or few."""
 
 _PURPOSES_OF: Mapping[Stage, Sequence[str]] = {
     "first": ("explore",),
@@ -53,21 +54,21 @@ _PURPOSES_OF: Mapping[Stage, Sequence[str]] = {
     "tied": ("explore",),
     "last": ("exploit", "ablate", "combine"),
 }
-"""Purposes at each stage: variants of tied candidates tell nothing, a new structure comes too late
-in the last round."""
+"""Purposes by stage. Variants of tied candidates would tell nothing; a new structure would come too
+late in the last round."""
 
 MAX_HYPOTHESIS = 200
-"""Length of a hypothesis; a longer one is cut, because prompts repeat it."""
+"""Largest length of a hypothesis; a longer one is cut, because prompts repeat it."""
 
 PROPOSALS = "proposals"
-"""The only field of a reply with a list."""
+"""Name of the only field of a reply that is a list of proposals."""
 
 BASE_PARENT = "base"
-"""Name of the base policy alone, where a proposal names its parent."""
+"""Name by which a proposal states the base policy alone as its parent."""
 
 
 class Hypothesis(FrozenModel):
-    """Purpose, reason and expectation of a proposal; empty where the reply has none."""
+    """Purpose, reason and expectation of a proposal; the defaults if the reply has none."""
 
     purpose: str = ""
     text: str = Field(default="", max_length=MAX_HYPOTHESIS)
@@ -82,7 +83,7 @@ def describe_purposes(settings: Settings) -> Mapping[str, str]:
 
 
 def list_purposes(begin: int, count: int, stage: Stage) -> list[str]:
-    """Purposes of ``count`` proposals, in turn from the one with the number ``begin`` on."""
+    """Purposes of ``count`` proposals, taken in turn from number ``begin`` on."""
     return list(islice(cycle(_PURPOSES_OF[stage]), begin, begin + count))
 
 
@@ -114,7 +115,7 @@ def assemble_state(
 ) -> PruningState:
     """The state with these components and the search's base policy, budget and safety checks.
 
-    Raises :class:`StateError` with every problem, among them what a smaller space does not have.
+    Raises :class:`StateError` with every problem, including parts that a smaller space lacks.
     """
     state = _load_components(components, settings)
     if settings.space == "all":
@@ -129,13 +130,13 @@ def assemble_state(
 def nearest_state(
     components: Mapping[str, JsonValue], settings: Settings
 ) -> PruningState:
-    """:func:`assemble_state`, or in a smaller space the state there that is nearest to it."""
+    """The result of :func:`assemble_state`, moved to the nearest state of a smaller space."""
     state = _load_components(components, settings)
     return state if settings.space == "all" else _project_state(state, settings)
 
 
 def _project_state(state: PruningState, settings: Settings) -> PruningState:
-    """The nearest state of a smaller space, with everything that is not searched as it is."""
+    """The nearest state of a smaller space; everything that is not searched is unchanged."""
     document: JsonObject = state.model_dump(mode="json")
     return load_state(json.dumps(document | project(state, settings.space)))
 
@@ -143,11 +144,11 @@ def _project_state(state: PruningState, settings: Settings) -> PruningState:
 def _load_components(
     components: Mapping[str, JsonValue], settings: Settings
 ) -> PruningState:
-    """The state with these components, whatever the space; :class:`StateError` if it is none."""
+    """The state with these components in any space; raises :class:`StateError` if invalid."""
     searched = searched_components(settings)
     parts = {name: components[name] for name in searched if name in components}
     if settings.bases and BASE in components:
-        # The name alone, because parameters of base policies are not searched.
+        # Only the name is read, because parameters of base policies are not searched.
         choice = components[BASE]
         name = choice.get("name") if isinstance(choice, dict) else choice
         if name not in settings.bases:
@@ -168,7 +169,7 @@ def _load_components(
         ]
         if problems:
             raise StateError("proposal", problems)
-    # An atom that keeps exactly K tokens where there is one.
+    # An atom that keeps exactly K tokens is preferred.
     count = settings.budgets[0]
     budget: JsonObject = {"atom": f"fixed_budget@{count}"}
     if count not in FIXED_BUDGETS:
@@ -208,7 +209,7 @@ def paper_state(settings: Settings, quota: int = 2) -> PruningState:
 def minimal_state(
     settings: Settings, signal: str = "visual_token_norm_saliency", quota: int = 1
 ) -> PruningState:
-    """A state of one signal: by default the simplest, which is the example of the first prompt."""
+    """A state with one signal; the default one is the example in the first prompt."""
     components: JsonObject = {
         "scoring": {
             "signals": [{"atom": signal, "weight": 1.0}],
@@ -245,12 +246,12 @@ _BASES_IN_ATOMS: Mapping[str, tuple[list[JsonValue], JsonObject, str, str]] = {
         "quality_topk_selector",
     ),
 }
-"""Signals, kernel, fusion and selector that make the picks of a base policy without reading them,
-in an image of one tile; the others have no such form."""
+"""Signals, kernel, fusion and selector that reproduce the picks of a base policy for an image of
+one tile; other base policies cannot be written in atoms."""
 
 
 def base_in_atoms(settings: Settings) -> PruningState | None:
-    """The search's base policy as an exchange of all of its picks, where the atoms can write it."""
+    """The search's base policy written in atoms, as an exchange of all picks; None if it cannot."""
     parts = _BASES_IN_ATOMS.get(settings.base_policy)
     if parts is None:
         return None
@@ -268,5 +269,5 @@ def base_in_atoms(settings: Settings) -> PruningState | None:
     }
     try:
         return assemble_state(components, settings)
-    except StateError:  # the paper's library lacks an atom of it
+    except StateError:  # the paper's library lacks one of its atoms
         return None

@@ -1,4 +1,4 @@
-"""Named choices that a proposal is made of: at random, of parents, or known and clipped."""
+"""Named choices that make a proposal: drawn at random, inherited from parents, or given."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from random import Random
 from typing import Protocol
 
 NO_YES = ("no", "yes")
-"""Options of whether a part is there."""
+"""Options for the presence of a part."""
 
 _STEP_WIDTH = 0.2
 """Standard deviation of the change of a number, as a share of the parameter's range."""
@@ -17,21 +17,21 @@ Choice = float | str
 
 
 class ChoiceSource(Protocol):
-    """Makes named choices; one name always has the same options or range."""
+    """Source of named choices; a name always has the same options or range."""
 
     def option(self, name: str, options: Sequence[str]) -> str:
-        """One of several options."""
+        """Choose one of ``options``."""
 
     def number(self, name: str, low: float, high: float, integer: bool) -> float:
-        """A number between two inclusive bounds."""
+        """Choose a number from ``low`` to ``high``, both included."""
 
 
 @dataclass(frozen=True, slots=True)
 class RandomSource:
-    """Choices of one or several parents, some of them changed; uniform where no parent has one.
+    """Choices inherited from parents with random changes; uniform if no parent has the choice.
 
-    With the probability ``rate`` an option is changed to any, and with twice that a number by a
-    normally distributed step within its range.
+    An option is redrawn with probability ``rate``. A number is changed with probability
+    2 ``rate``, by a normally distributed step within its range.
     """
 
     rng: Random
@@ -39,14 +39,14 @@ class RandomSource:
     rate: float = 0.0
 
     def option(self, name: str, options: Sequence[str]) -> str:
-        """The option of a parent, or any."""
+        """A parent's option, or a random one."""
         value = self._inherit(name)
         if value is None or self.rng.random() < self.rate:
             return self.rng.choice(options)
         return str(value)
 
     def number(self, name: str, low: float, high: float, integer: bool) -> float:
-        """The number of a parent or one near it, or any of its range."""
+        """A parent's number, one near it, or a random one of the range."""
         value = self._inherit(name)
         if value is None and integer:
             return self.rng.randint(round(low), round(high))
@@ -65,17 +65,17 @@ class RandomSource:
 
 
 class ClippedChoices:
-    """Choices that are known, clipped to their range; elsewhere the first option, or the middle."""
+    """Given choices, clipped to their range; the first option, or the middle, for other names."""
 
     def __init__(self, choices: Mapping[str, Choice]) -> None:
         self._choices = choices
 
     def option(self, name: str, options: Sequence[str]) -> str:
-        """The known option."""
+        """The given option, or the first."""
         value = str(self._choices.get(name))
         return value if value in options else options[0]
 
     def number(self, name: str, low: float, high: float, integer: bool) -> float:
-        """The nearest number of the range."""
+        """The given number clipped to the range, or the middle of the range."""
         value = min(high, max(low, float(self._choices.get(name, (low + high) / 2))))
         return round(value) if integer else value

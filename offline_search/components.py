@@ -16,7 +16,7 @@ COMPONENTS: tuple[str, ...] = ("scoring", "constraints", "reassembly")
 CORE = "core"
 RANK_AT = "rank_at"
 BASE = "base_policy"
-"""The optional components, searched where the settings say so."""
+"""Names of the optional components, which are searched if the settings say so."""
 
 
 def searched_components(settings: Settings) -> tuple[str, ...]:
@@ -39,7 +39,7 @@ def components_json(state: PruningState) -> JsonObject:
 def compact_json(state: PruningState, bases: bool = False) -> JsonObject:
     """The components of a state as a prompt shows them, without defaults that add little.
 
-    With ``bases``, its base policy among them, for a search that has several to choose from.
+    ``bases``: whether to add the base policy, for a search that has several to choose from.
     """
     included = {"source", *COMPONENTS, CORE, RANK_AT}
     body: JsonObject = state.model_dump(
@@ -64,14 +64,14 @@ def compact_json(state: PruningState, bases: bool = False) -> JsonObject:
         "constraints": compact,
         "reassembly": state.reassembly.model_dump(mode="json"),
     }
-    # By its name, because its parameters are not searched.
+    # Only its name is shown, because its parameters are not searched.
     return {**body, BASE: {"name": state.base_policy.name}} if bases else body
 
 
 def structure(state: PruningState) -> tuple[str, ...]:
-    """Names of all atoms in order, of the policies, and where tokens are ranked.
+    """Structure of a state: names of its atoms in order and of its policies, and place of ranking.
 
-    Two states of one structure differ in numbers only.
+    Two states of one structure differ only in numbers.
     """
     scoring = state.scoring
     constraints = state.constraints

@@ -1,4 +1,4 @@
-"""Differences of policies on the questions that each was asked, with their standard errors."""
+"""Differences between policies on the questions that they were asked, with standard errors."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.statistics import Estimate, Floats
 
 Verdict = Literal["better", "worse", "same", "undecided"]
-"""What a difference says of the first of two policies."""
+"""Verdict of a difference on the first of two policies."""
 
 _MINIMUM_IMAGES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Mean difference of the values of two policies, and its standard error."""
+    """Mean difference between the values of two policies, and its standard error."""
 
     value: float
     error: float
 
     def verdict(self, resolution: float = 0.0, errors: float = 2.0) -> Verdict:
-        """Better or worse by more than the resolution and so many standard errors.
+        """Whether the difference exceeds both ``resolution`` and ``errors`` standard errors.
 
-        The same, where more answers would hardly show more than the resolution.
+        It is ``better`` or ``worse`` if it does, ``same`` if difference and ``errors`` standard
+        errors are both within ``resolution``, and ``undecided`` otherwise.
         """
         if max(abs(self.value), errors * self.error) <= resolution:
             return "same"
@@ -39,20 +40,20 @@ class Difference:
 
     @property
     def low(self) -> float:
-        """The difference less two standard errors."""
+        """The difference minus two standard errors."""
         return self.value - 2 * self.error
 
     def estimate(self) -> Estimate:
-        """The difference, with two standard errors either way."""
+        """The difference with an interval of two standard errors on both sides."""
         return Estimate(self.value, self.low, self.value + 2 * self.error).rounded(6)
 
 
 @dataclass(frozen=True, slots=True)
 class Strata:
-    """Categories of questions, whose shares weigh the mean of a part of them (post-stratification).
+    """Post-stratification: categories of questions, and the weight of each category in a mean.
 
-    ``codes`` ``(M,)`` is the category of each question, ``shares`` ``(C,)`` are the categories'
-    shares of all questions that a mean stands for.
+    ``codes`` ``(M,)`` has the category of each question, ``shares`` ``(C,)`` the shares of the
+    categories in the population that a mean stands for.
     """
 
     codes: NDArray[np.int64]
@@ -60,16 +61,16 @@ class Strata:
 
     @classmethod
     def of(cls, examples: Sequence[Example], population: NDArray[np.bool_]) -> Strata:
-        """The categories of all examples, with their shares of a ``population`` ``(M,)``."""
+        """The categories of ``examples``, with their shares in the mask ``population`` ``(M,)``."""
         names = [example.category for example in examples]
         codes = np.unique(names, return_inverse=True)[1]
         counts = np.bincount(codes[population], minlength=codes.max(initial=0) + 1)
         return cls(codes, counts / max(counts.sum(), 1))
 
     def weights(self, answered: NDArray[np.bool_]) -> Floats:
-        """Weights ``(M,)`` with the sum 1 of the answered questions ``(M,)``.
+        """Weights ``(M,)`` of the questions in the mask ``answered`` ``(M,)``; their sum is 1.
 
-        The share of a category without any is spread over all of them.
+        The share of a category without answers is spread over all answered questions.
         """
         counts = np.bincount(self.codes[answered], minlength=len(self.shares))
         of_category = np.where(counts > 0, self.shares / np.maximum(counts, 1), 0.0)
@@ -86,12 +87,12 @@ def compare(
     difficulty: Floats | None = None,
     strata: Strata | None = None,
 ) -> Difference:
-    """Difference of the means of two policies, clustered by image.
+    """Difference between the means of two policies, with a standard error clustered by image.
 
-    values, reference: ``(M,)``, not a number where a question was not asked. Where both answered
-    the same questions it is the ordinary paired difference; otherwise each mean is corrected for
-    the ``difficulty`` ``(M,)`` of its questions, whose own error is neglected, and weighted by
-    ``strata``. The error is infinite on fewer than four images.
+    ``values`` and ``reference`` ``(M,)`` are NaN for questions that a policy was not asked. If both
+    answered the same questions, it is the ordinary paired difference. Otherwise both means are
+    corrected for the ``difficulty`` ``(M,)`` of their questions, whose own error is neglected, and
+    weighted by ``strata``. The error is infinite on fewer than four images.
     """
     _, images = np.unique([example.image for example in examples], return_inverse=True)
     mean = 0.0
@@ -119,11 +120,11 @@ def compare(
 
 
 def fit_difficulty(values: Floats) -> Floats:
-    """Effect of each question ``(M,)`` in values ``(C, M)`` = candidate + question + noise.
+    """Least-squares effect of each question ``(M,)`` in values = candidate + question + noise.
 
-    Least squares; values are not a number where a question was not asked, and so are effects of
-    questions that nobody was asked. The normal equations are those of the candidates' effects once
-    the questions' are eliminated.
+    ``values`` ``(C, M)`` is NaN where a candidate was not asked a question; the effect of a
+    question that no candidate was asked is NaN. The questions' effects are eliminated from the
+    normal equations, which leaves those of the candidates.
     """
     mask = np.isfinite(values).astype(float)
     filled = np.where(mask > 0, values, 0.0)
@@ -131,7 +132,7 @@ def fit_difficulty(values: Floats) -> Floats:
     shares = mask / np.maximum(counts, 1)
     system = np.diag(mask.sum(axis=1)) - shares @ mask.T
     sums = filled.sum(axis=1) - shares @ filled.sum(axis=0)
-    # Their mean is free, so that the least norm is taken.
+    # The mean of the candidates' effects is not determined: take the solution of least norm.
     effects = np.linalg.lstsq(system, sums, rcond=1e-9)[0]
     with np.errstate(invalid="ignore"):
         difficulty: Floats = (filled - mask * effects[:, None]).sum(axis=0) / counts

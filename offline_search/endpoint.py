@@ -49,39 +49,38 @@ class EndpointSettings:
     temperature: float = 1.0
     reply_tokens: int = 1024
     price: tuple[float, float] = (0.0, 0.0)
-    """Money for a million prompt and a million completion tokens."""
+    """Price of a million prompt tokens, and of a million completion tokens."""
     retries: int = 4
     first_wait: float = 1.0
-    """Seconds before the first retry, twice as long before each further one."""
+    """Seconds before the first retry; the wait doubles with every further retry."""
     timeout: float = 300.0
     max_in_flight: int = 8
     unsent: frozenset[str] = frozenset()
-    """Fields that are left out: the seed for vLLM on a CPU, at least up to 0.32, because a request
-    with one whose prompt is prefilled in chunks crashes its engine ("CPU Generator does not use
-    offset")."""
+    """Fields that are not sent. For vLLM on a CPU, at least up to 0.32, it is the seed: with one, a
+    prompt that is prefilled in chunks crashes the engine ("CPU Generator does not use offset")."""
     options: Mapping[str, JsonValue] = field(default_factory=dict)
-    """More fields of every request."""
+    """Further fields of every request."""
 
 
 _CHECK_TOKENS = 16
-"""Length of the reply to the first check: some endpoints refuse less."""
+"""Maximum tokens of the reply to the first check; some endpoints refuse a lower limit."""
 _CHECK_TIMEOUT = 60.0
 """Seconds for that reply."""
 _TIMED_ATTEMPTS = 2
-"""Of a request that is not answered in time, because each may take minutes."""
+"""Number of attempts if a request times out; it is low, because an attempt may take minutes."""
 _REFUSED = (401, 402, 403, 404)
-"""Statuses of key, credit, model and address, with which no further request can succeed."""
+"""HTTP statuses for a wrong key, credit, model or address, after which no request can succeed."""
 
 _DROPPABLE = ("max_tokens", "temperature", "seed", "response_format")
-"""Fields that an endpoint may refuse; the last by any words, or by failing on the schema."""
+"""Fields that an endpoint may refuse. It may refuse the last without naming it, or fail on it."""
 
 
 class EndpointProposer:
-    """Proposer behind an endpoint, which is asked again after a failure that may pass.
+    """Proposer behind an endpoint; requests are repeated after a failure that may be temporary.
 
-    A failure of one request that remains is a reply; one that every request would meet ends the
-    search by :class:`SearchError`. Fields of a request that the endpoint refuses are no longer
-    sent once a request without them has succeeded.
+    If a request still fails, its failure becomes the reply; a failure that every request would
+    meet ends the search by :class:`SearchError`. A field that the endpoint refuses is no longer
+    sent once a request without it has succeeded.
     """
 
     def __init__(self, endpoint: EndpointSettings) -> None:
@@ -115,12 +114,12 @@ class EndpointProposer:
             return
         except FAILURES as error:
             if isinstance(error, httpx.HTTPStatusError) and may_pass(error):
-                return  # requests of the search are asked again
+                return  # requests of the search have retries
             problem = await self._explain(error)
         raise ConfigError("proposer", [problem])
 
     async def _explain(self, error: Exception) -> Problem:
-        """Why the endpoint cannot be used, and the flag that names what is wrong."""
+        """The reason why the endpoint cannot be used, and the flag to correct."""
         example = "an OpenAI-compatible endpoint, such as http://HOST:PORT/v1"
         url = self._url.removesuffix("/v1")
         problem = await asyncio.to_thread(describe_failure, url, error, example)
@@ -133,8 +132,8 @@ class EndpointProposer:
             where = "--proposer-key-env"
             fix = "name a variable that holds a valid key"
         elif status == 404:
-            where += ", --proposer-model"  # which of them is not known
-            with suppress(*FAILURES):  # an endpoint need not list any
+            where += ", --proposer-model"  # either of them may be wrong
+            with suppress(*FAILURES):  # an endpoint need not list its models
                 response = await self._http.get(f"{self._url}/models")
                 names = ", ".join([*read_models(response)][:8])
                 fix = f"name a model that the endpoint has: {names}"
@@ -144,9 +143,9 @@ class EndpointProposer:
     async def reply(
         self, messages: Messages, schema: JsonObject | None, seed: int
     ) -> Reply:
-        """Reply to a chat; without the schema where the endpoint refuses one.
+        """Reply to a chat; the schema is left out if the endpoint refuses one.
 
-        Raises :class:`SearchError` where no further request can succeed.
+        Raises :class:`SearchError` if no further request can succeed.
         """
         endpoint = self._endpoint
         fields = self._fields(messages, schema, seed, endpoint.reply_tokens)
@@ -172,7 +171,7 @@ class EndpointProposer:
     def _fields(
         self, messages: Messages, schema: JsonObject | None, seed: int, tokens: int
     ) -> dict[str, object]:
-        """The fields of a request, those that an endpoint may refuse among them."""
+        """The fields of a request, including those that an endpoint may refuse."""
         endpoint = self._endpoint
         fields: dict[str, object] = {
             "model": endpoint.model,
@@ -194,7 +193,7 @@ class EndpointProposer:
         retries: int,
         timeout: float | None = None,
     ) -> httpx.Response:
-        """The response to a request, without the fields that the endpoint refuses."""
+        """Send a request without the fields that the endpoint refuses, and return the response."""
         reasons = dict[str, str]()
         waits = Retries(retries + 1, self._endpoint.first_wait)
         attempt = 1
@@ -223,7 +222,7 @@ class EndpointProposer:
                 await asyncio.sleep(wait)
                 attempt += 1
                 continue
-            # Only now is it known that these fields were what the endpoint refused.
+            # The success shows that the endpoint refused these fields.
             for name in sorted(reasons.keys() - self.unsent):
                 instead = "it is no longer sent"
                 if name == "max_tokens":
@@ -235,9 +234,9 @@ class EndpointProposer:
 
 
 def _find_refused_field(error: Exception, body: Mapping[str, object]) -> str | None:
-    """A field of a request that its endpoint may have refused; None where it was something else.
+    """The field of ``body`` that the endpoint may have refused; None if the error is another.
 
-    It may name the field; a schema it may refuse in any words.
+    An endpoint names the field that it refuses, except for a schema.
     """
     if not isinstance(error, httpx.HTTPStatusError):
         return None
@@ -252,7 +251,7 @@ def _find_refused_field(error: Exception, body: Mapping[str, object]) -> str | N
 
 
 def _ends_search(error: Exception) -> bool:
-    """Whether every further request would fail as this one did."""
+    """Whether every further request would fail with the same error."""
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.status_code in _REFUSED or is_unpaid(error.response)
     return isinstance(error, httpx.TransportError)

@@ -1,5 +1,4 @@
-"""Evaluators: the protocol, the ledger's, which never measures twice, and one on running servers.
-
+"""Evaluators: the protocol, one that records in the ledger, and one that asks running servers.
 A server is `vllm serve` with this plugin and ``--autoprune-requests states``: every request carries
 its state, so no server restarts. The reference answer is part of the prompt and is scored by prompt
 log-probabilities: an example costs one prefill of K tokens and no decoding.
@@ -72,7 +71,7 @@ class Evaluator(Protocol):
 
     @property
     def name(self) -> str:
-        """Identifies the model, and the questions without the content of their images."""
+        """Identifier of the model and of the questions, without the content of their images."""
 
     @property
     def dataset(self) -> Dataset:
@@ -80,7 +79,7 @@ class Evaluator(Protocol):
 
     @property
     def image_facts(self) -> ImageFacts | None:
-        """What is known of the images without probes."""
+        """Facts about the images that are known without probes; None if there are none."""
 
     def probes(self) -> Sequence[VisualTokens]:
         """Visual tokens of a few search images, to detect duplicate states; may be empty."""
@@ -157,17 +156,17 @@ class RecordedEvaluator:
 
 
 class _ServedInputs(BaseModel):
-    """What is read of a server's ``/v1/autoprune``; None where it does not tell."""
+    """The fields that are read of a server's ``/v1/autoprune``; None if it does not have them."""
 
     unavailable: list[str] | None = None
     sign: int | None = None
 
 
 class ServedEvaluator:
-    """Evaluator on one or several servers of the same model, which share the images.
+    """Evaluator on one or several servers of the same model, among which the images are divided.
 
-    Requests of all jobs are in flight together and form one continuous batch on a server. Those
-    about one image are consecutive, and on one server, so that its features are computed once.
+    Requests of all jobs are in flight together and form one continuous batch on a server. Requests
+    about an image are consecutive and go to one server, so that its features are computed once.
     """
 
     def __init__(
@@ -180,7 +179,7 @@ class ServedEvaluator:
         first_wait: float = 1.0,
         probes: Sequence[VisualTokens] = (),
     ) -> None:
-        """``probes`` from the served model's checkpoint; ``first_wait``: seconds before a retry."""
+        """``probes`` are of the served model; ``first_wait``: seconds before the first retry."""
         self.dataset = dataset
         self.name = ""
         self.image_facts: ImageFacts | None = None
@@ -251,7 +250,7 @@ class ServedEvaluator:
                 try:
                     lengths[tokens] = await self._count_prompt(example, tokens)
                 except EvaluationFailed:
-                    return  # measuring the base policy has the reason
+                    return  # measuring the base policy will report the reason
                 if tokens == budget and lengths[budget] < lengths[0]:
                     return
         if lengths[1] == lengths[0]:
@@ -265,9 +264,9 @@ class ServedEvaluator:
         )
 
     async def read_image_facts(self) -> None:
-        """Set N of the first search images, by the lengths of prompts, and what the server tells.
+        """Set the image facts: N of the first search images, and facts from the server's page.
 
-        A server whose page is not there tells nothing.
+        N follows from the lengths of prompts. A server without the page gives no facts.
         """
         counts = set[int]()
         for example in self._list_first_examples():
@@ -290,12 +289,12 @@ class ServedEvaluator:
         )
 
     def _list_first_examples(self) -> list[Example]:
-        """A question of each of the first search images."""
+        """One example for each of the first search images."""
         examples = {example.image: example for example in self.dataset.splits["search"]}
         return list(islice(examples.values(), _CHECKED_IMAGES))
 
     async def _count_prompt(self, example: Example, budget: int | str) -> int:
-        """Tokens of a question's prompt at K = ``budget``; with all tokens at 0."""
+        """Number of tokens of the prompt at K = ``budget``; a budget of 0 means all tokens."""
         state = load_state("cdpruner") if budget else None
         *_, length = await self._score(example, pruning_options(state, budget))
         return length
@@ -329,7 +328,7 @@ class ServedEvaluator:
                 first_wait=self._first_wait,
             )
         except ServerLost as error:
-            # Not the candidate's fault: every further candidate would fail as well.
+            # The candidate is not the cause: every further candidate would fail as well.
             raise SearchError(error.subject, error.problems) from None
         return scored.logprob, scored.right, scored.prompt_tokens
 

@@ -45,9 +45,9 @@ class Answers:
     def mme_shares(self, examples: Sequence[Example]) -> Floats:
         """Share of each answered example in MME's total, ``(M,)``, in thousand points.
 
-        The total is accuracy and accuracy+ of each category in per cent, summed, and the mean of
-        these shares over all ``examples`` of the split. The examples that accuracy+ takes together
-        count where all of them answered so far are right.
+        The total sums accuracy and accuracy+ of all categories in per cent; it is the mean of these
+        shares over all ``examples`` of the split. Accuracy+ counts a group of
+        examples, such as a pair, if all of those answered so far are right.
         """
         paired = {example.category for example in examples if example.pair is not None}
         questions = Counter(example.category for example in examples)
@@ -72,9 +72,9 @@ class Answers:
     def relative_to(
         self, full: Answers, examples: Sequence[Example], objective: str = "quality"
     ) -> Floats:
-        """Value of each answered example ``(M,)`` less the unpruned model's: the objective's terms.
+        """Terms of the objective ``(M,)``: the value of each answered example minus ``full``'s.
 
-        ``examples`` are those of the whole split.
+        ``full`` has the unpruned model's answers; ``examples`` are those of the whole split.
         """
         count = len(self)
         if objective == "mme":
@@ -84,16 +84,16 @@ class Answers:
 
 
 def rounded_mean(values: Sequence[float]) -> float:
-    """Mean with the six decimals that records have."""
+    """Mean, rounded to the six decimals that records have."""
     return round(sum(values) / len(values), 6)
 
 
 FAILURES_TO_GIVE_UP = 25
-"""Invalid or unsafe candidates in a row after which a search ends: more would only cost."""
+"""Number of invalid or unsafe candidates in a row after which a search ends."""
 
 
 def gave_up(results: Sequence[TrialRecord]) -> bool:
-    """Whether the last of a search's trials were invalid or unsafe, as many as end it."""
+    """Whether the last :data:`FAILURES_TO_GIVE_UP` trials were all invalid or unsafe."""
     last = results[-FAILURES_TO_GIVE_UP:]
     failed = all(result.status in ("invalid", "unsafe") for result in last)
     return failed and len(last) == FAILURES_TO_GIVE_UP
@@ -103,8 +103,8 @@ def gave_up(results: Sequence[TrialRecord]) -> bool:
 class Trial:
     """A candidate with its result.
 
-    ``values`` ``(M,)`` are those of the questions of the pool, not a number where one was not
-    asked; fewer are of the first questions.
+    ``values`` ``(M,)`` has the value of each question of the pool, NaN if it was not asked. If it
+    is shorter, it has those of the first questions.
     """
 
     proposal: ProposalRecord
@@ -112,9 +112,9 @@ class Trial:
     state: PruningState | None = None
     values: Floats | None = None
     exchanges: float | None = None
-    """Tokens of a probe that it exchanges, on average."""
+    """Mean number of tokens of a probe that it exchanges."""
     quality: tuple[float, float] | None = None
-    """Lowest of the base policy's picks and highest of the other tokens of a probe, on average."""
+    """Means over probes: lowest quality of the base policy's picks, and highest of other tokens."""
 
     @property
     def name(self) -> str:
@@ -129,14 +129,14 @@ class Trial:
         return self.result.score
 
     def require_state(self) -> PruningState:
-        """The state, which every trial that was measured has."""
+        """The state of the trial; a trial that was measured always has one."""
         if self.state is None:
             raise ValueError(f"candidate {self.name} has no state")
         return self.state
 
 
 _MAX_LEADERS = 3
-"""Leaders of different structures that are asked the questions of every round."""
+"""Largest number of leaders, of different structures, that are asked every round's questions."""
 
 
 @dataclass
@@ -147,14 +147,14 @@ class History:
     trials: list[Trial] = field(default_factory=list)
     examples: Sequence[Example] = ()
     names_bases: bool = False
-    """Whether a language model chooses among base policies, which prompts then name."""
+    """Whether a language model chooses among base policies, so that prompts have to name them."""
     resolution: float = 0.0
-    """Candidates that differ by less are tied."""
+    """Difference in the objective below which candidates are tied."""
     answers: int = 0
-    """Answers that candidates took, those asked again of leaders and parents among them."""
+    """Number of answers by candidates, including further questions to leaders and parents."""
     _difficulty: Floats = field(default_factory=lambda: np.empty(0))
     _fitted: list[Floats] = field(default_factory=list)
-    """Values that the difficulty was fitted to; held, so that no other array has their id."""
+    """Arrays that the difficulty was fitted to; they are kept so that their ids stay unique."""
 
     def values_of(self, name: str) -> Floats | None:
         """The values ``(M,)`` of a trial, or of the trial that it duplicates."""
@@ -170,7 +170,7 @@ class History:
         return np.pad(values, (0, count - len(values)), constant_values=np.nan)
 
     def count_questions(self, trial: Trial) -> int:
-        """Questions that a trial was asked."""
+        """Number of questions that a trial was asked."""
         return 0 if trial.values is None else int(np.isfinite(trial.values).sum())
 
     @property
@@ -224,7 +224,7 @@ class History:
         return leaders
 
     def tied(self) -> list[Trial]:
-        """The best of each structure that is not known to be worse than the leader."""
+        """The best trial of each structure, unless it is known to be worse than the leader."""
         leader = self.leader()
         return [
             trial
@@ -235,12 +235,12 @@ class History:
         ]
 
     def find(self, name: str) -> Trial | None:
-        """The trial of a name; the base policy's for its own."""
+        """The trial with ``name``, which may be the base policy's; None if there is none."""
         trials = (trial for trial in (self.base, *self.trials) if trial.name == name)
         return next(trials, None)
 
     def find_measured(self, name: str) -> Trial | None:
-        """The trial of a name, or the one that it duplicates."""
+        """The trial with ``name``, or the trial that it duplicates."""
         trial = self.find(name)
         if trial is not None and trial.result.status == "same":
             return self.find_measured(trial.result.same_as)
@@ -269,7 +269,7 @@ class History:
     def difficulty(self) -> Floats:
         """Effects of the questions ``(M,)`` on the base policy and all fully evaluated trials.
 
-        Fitted in each category, because a candidate may gain in one and lose in another.
+        It is fitted by category, because a candidate may gain in one and lose in another.
         """
         rows = [self.base_values]
         for trial in self.evaluated():
@@ -287,10 +287,10 @@ class History:
         return self._difficulty
 
     def estimate(self, trial: Trial) -> float | None:
-        """The objective of a trial over all questions asked so far, of whomever.
+        """Estimate of a trial's objective over all questions that any trial was asked so far.
 
-        Its mean is corrected for the difficulty of the questions that it was asked, and weighted by
-        the categories' shares, so that it is the mean of :meth:`by_category`.
+        The trial's mean is corrected for the difficulty of its questions and weighted by the shares
+        of the categories, so that it is the weighted mean of :meth:`by_category`.
         """
         values = self.values(trial)
         if values is None or not np.isfinite(values).any():
@@ -302,7 +302,7 @@ class History:
         return round(level + float(np.nanmean(difficulty)), 6)
 
     def compare(self, trial: Trial, reference: Trial) -> Difference:
-        """Difference of the estimates of two trials, infinitely uncertain where one has none."""
+        """Difference between the estimates of two trials; its error is infinite if one has none."""
         values = self.values(trial)
         reference_values = self.values(reference)
         if values is None or reference_values is None or not self.examples:
@@ -312,14 +312,14 @@ class History:
         )
 
     def count_categories(self) -> dict[str, int]:
-        """Questions of each category that were asked so far, of whomever."""
+        """Number of questions by category that any trial was asked so far."""
         rows = np.flatnonzero(self._population())
         return dict(Counter(self.examples[row].category for row in rows))
 
     def by_category(self, trial: Trial) -> dict[str, Difference]:
-        """The estimate in each category that a trial was asked of.
+        """Estimate, with standard error, in each category of the questions that a trial was asked.
 
-        With the standard error of what is not difficulty.
+        The error is that of the values after subtraction of the questions' difficulty.
         """
         values = self.values(trial)
         scores = dict[str, Difference]()
@@ -339,18 +339,18 @@ class History:
         return scores
 
     def _population(self) -> NDArray[np.bool_]:
-        """The questions ``(M,)`` that were asked so far: the base policy is asked all of them."""
+        """Mask ``(M,)`` of the questions asked so far, all of which the base policy was asked."""
         return np.isfinite(self.base_values)
 
     def _strata(self) -> Strata:
-        """The categories of the questions; all of one where they are not known."""
+        """Strata by category; a single stratum if the categories are not known."""
         population = self._population()
         if len(self.examples) == len(population):
             return Strata.of(self.examples, population)
         return Strata(np.zeros(len(population), dtype=np.int64), np.ones(1))
 
     def reach(self, questions: int) -> float:
-        """Two standard errors of a difference of leaders that were asked so many questions."""
+        """Two standard errors of the difference between leaders that answer ``questions``."""
         best, *rivals = self.ranked_structures()[: 2 * _MAX_LEADERS] or [self.base]
         deviations: list[float] = []
         for rival in rivals or [self.base]:
@@ -363,9 +363,9 @@ class History:
         return round(2 * float(np.median(deviations)) / math.sqrt(questions), 6)
 
     def leads(self, start: int, end: int) -> list[Difference]:
-        """How far the best of each of the rounds ``start`` to ``end`` is ahead of before them.
+        """Lead of the best trial of each round ``start`` to ``end`` over the best one before.
 
-        Empty where nothing was evaluated before, or where nothing of a round could be measured.
+        Empty if nothing was evaluated before ``start``, or if a round has no measured trial.
         """
         ranked = self.ranked()
         earlier = [trial for trial in ranked if trial.proposal.round < start]
@@ -386,7 +386,7 @@ class History:
         return leads
 
     def standing(self, plateaus: int) -> Standing:
-        """Who leads, and who is tied with it; ``plateaus`` is the level of the search's."""
+        """The leader and the trials tied with it; ``plateaus`` is the level of the plateau."""
         leader = self.leader()
         gain = self.compare(leader, self.base)
         return Standing(

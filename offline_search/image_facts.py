@@ -1,4 +1,4 @@
-"""Facts of the images of a search that prompts state: tokens, tiles, [CLS], sign, cosines."""
+"""Facts about the images of a search, which prompts state: tokens, tiles, [CLS], sign, cosines."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _SHOWN_GRIDS = 4
 
 @dataclass(frozen=True, slots=True)
 class ImageFacts:
-    """What is known of the images; what is not is None or empty."""
+    """Facts about the images; a fact that is not known is None or empty."""
 
     counts: tuple[int, ...]
-    """N of the images that were looked at, without repetition, ascending."""
+    """Distinct values of N among the examined images, ascending."""
     grids: tuple[str, ...] = ()
-    """Tiles x rows x columns."""
+    """Grids of the images: tiles x rows x columns."""
     has_cls: bool | None = None
     """Whether the vision tower gives the attention of a [CLS] token."""
     sign: int | None = None
@@ -33,7 +33,7 @@ class ImageFacts:
     relevance: Interval | None = None
     """5 and 95 % quantiles of the cosines between tokens and questions."""
     cosines: Interval | None = None
-    """The same of the cosines between tokens of an image."""
+    """5 and 95 % quantiles of the cosines between tokens of an image."""
 
     @classmethod
     def of_probes(cls, probes: Sequence[VisualTokens]) -> ImageFacts:
@@ -58,7 +58,7 @@ class ImageFacts:
         )
 
     def describe(self, kept: int) -> str:
-        """The facts in sentences, where K is ``kept`` tokens of the smallest image."""
+        """The facts in sentences; ``kept`` is K for the smallest image."""
         smallest = self.counts[0]
         largest = self.counts[-1]
         tokens = (

@@ -24,7 +24,7 @@ from vllm_autoprune.record_file import FrozenModel, RecordFile
 from vllm_autoprune.statistics import Estimate
 
 ALL_TOKENS = "full"
-"""Digest that stands for the unpruned model."""
+"""Stands for the unpruned model in place of a state's digest."""
 
 
 class Clock(FrozenModel):
@@ -65,7 +65,7 @@ class Cost(FrozenModel):
 
 class _Record(FrozenModel):
     key_format: ClassVar[str] = "{kind}"
-    """The key of a record in its ledger, which holds one record of each, by its fields."""
+    """Format of the record's key by its fields; a ledger holds one record for each key."""
     clock: Clock = Clock()
 
     @property
@@ -75,7 +75,7 @@ class _Record(FrozenModel):
 
 
 class _CandidateRecord(_Record):
-    """A record of the candidate ``index`` of a round."""
+    """A record about the candidate ``index`` of a round."""
 
     kind: str  # declared here so that records keep the order of their fields, as digests need
     key_format: ClassVar[str] = "{kind}/{round}/{index}"
@@ -96,7 +96,7 @@ class SettingsRecord(_Record):
 
 
 Attempt = Literal["first", "repair"]
-"""What a reply answers: a request, or the problems of a first reply."""
+"""What a reply answers: the request (``first``), or the problems of its first reply."""
 
 
 class ReplyRecord(_CandidateRecord):
@@ -133,7 +133,7 @@ class ProposalRecord(_CandidateRecord):
 
 
 class VerdictRecord(_Record):
-    """Safety check of one state; ``behaviour`` is the fingerprint of its selections on probes."""
+    """Result of a state's safety check; ``behaviour`` is a digest of its selections on probes."""
 
     kind: Literal["verdict"] = "verdict"
     key_format: ClassVar[str] = "{kind}/{digest}"
@@ -159,8 +159,8 @@ class VerdictRecord(_Record):
 class EvaluationRecord(_Record):
     """Answers of one state at one budget to examples ``start`` to ``stop`` of a split.
 
-    ``logprob`` has the log-probability of each reference answer; ``right`` has a ``1`` for each
-    example whose reference answer is what greedy decoding gives. Both are empty after a failure.
+    ``logprob`` has the log-probability of each reference answer; ``right`` has a ``1`` for every
+    example for which greedy decoding gives the reference answer. Both are empty after a failure.
     """
 
     kind: Literal["evaluation"] = "evaluation"
@@ -204,7 +204,7 @@ class TrialRecord(_CandidateRecord):
 
 
 class Standing(FrozenModel):
-    """Who leads after a round, on all questions asked so far, and who is tied with it."""
+    """The leader after a round, by all questions asked so far, and the trials tied with it."""
 
     best: str
     objective: float
@@ -223,12 +223,12 @@ class Standing(FrozenModel):
 
     @property
     def low(self) -> float:
-        """The objective less two standard errors of the gain."""
+        """The objective minus two standard errors of the gain."""
         return self.objective - 2 * self.error
 
 
 class SummaryRecord(_Record):
-    """H_t: the summary of all rounds so far, as it appears in prompts."""
+    """Summary H_t of all rounds so far, as it appears in prompts."""
 
     kind: Literal["summary"] = "summary"
     key_format: ClassVar[str] = "{kind}/{round}"
@@ -240,7 +240,7 @@ class SummaryRecord(_Record):
 
 
 class Comparison(FrozenModel):
-    """Scores of one state on a held-out split, and paired differences to the base policy."""
+    """Scores of a state on a held-out split, and paired differences from the base policy."""
 
     split: Split
     examples: int
@@ -308,11 +308,11 @@ class Ledger(RecordFile[Record]):
     error_type = SearchError
 
     def __init__(self, path: Path, recording: Iterable[Record] = ()) -> None:
-        """Open or create; external records that are missing are copied from a ``recording``.
+        """Open or create a ledger; missing external records are copied from ``recording``.
 
-        A recording is what :func:`read_ledger` returns. An incomplete last line of ``path`` is
-        removed. Raises :class:`SearchError` for a file that is not a ledger, is locked, or cannot
-        be written.
+        ``recording`` has the records that :func:`read_ledger` returns. An incomplete last line of
+        ``path`` is removed. Raises :class:`SearchError` for a file that is not a ledger, is locked,
+        or cannot be written.
         """
         super().__init__(path)
         self._recorded = {
@@ -326,17 +326,17 @@ class Ledger(RecordFile[Record]):
         return iter(self._by_key.values())
 
     def find(self, kind: type[R], key: str) -> R | None:
-        """The record of a key, from this ledger or from the recording that is replayed."""
+        """The record with ``key`` in this ledger, or in the recording that is replayed."""
         record = self._by_key.get(key)
         if record is None and key in self._recorded:
             record = self.put(self._recorded[key])
         return record if isinstance(record, kind) else None
 
     def put(self, record: R) -> R:
-        """Append a record, unless one that differs in its clock only is there; returns it.
+        """Append a record unless the ledger has it, up to its clock; returns the recorded one.
 
-        Raises :class:`SearchError` if the recorded one differs, which means a ledger of another
-        search or version, or if the record cannot be written.
+        Raises :class:`SearchError` if the ledger has another record with this key, because it is of
+        another search or version, or if the record cannot be written.
         """
         recorded = self._by_key.get(record.key)
         if recorded is None:
@@ -352,7 +352,7 @@ class Ledger(RecordFile[Record]):
 
 
 def read_ledger(path: Path) -> list[Record]:
-    """The complete records of a ledger, which another process may be writing; changes nothing."""
+    """Read the complete records of a ledger without changing it; another process may write it."""
     return Ledger.read(path, "name the ledger of a search that has begun")
 
 

@@ -1,4 +1,4 @@
-"""Prompts of the proposer: the task, what is known, what is asked for, and repairs of replies."""
+"""Prompts of the proposer: the task, known facts, the request, and repairs of replies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Message(TypedDict):
 Messages = tuple[_Message, ...]
 
 _MAX_SHOWN_REPLY = 4000
-"""Characters of an invalid proposal that are sent back with its problems."""
+"""Number of characters of an invalid proposal that are sent back with its problems."""
 
 _AIMS: Mapping[Stage, str] = {
     "first": "",
@@ -33,15 +33,15 @@ _AIMS: Mapping[Stage, str] = {
     "tied": " by one unlike those that are listed: the best of them are tied",
     "last": " by a change of one that is listed: this round is the last",
 }
-"""How a single proposal is to reach a higher score; lists have purposes for that."""
+"""How a single proposal should reach a higher score; in lists, purposes say that."""
 
 
 def describe_request(
     number: int, begin: int, stage: Stage = "open", purposes: Sequence[str] = ()
 ) -> str:
-    """What a prompt asks for: candidate ``begin`` of a round, or a list from there on.
+    """The request of a prompt: candidate ``begin`` of round ``number``, or a list from it on.
 
-    A list has a candidate for each of ``purposes``.
+    A list has one candidate for each of ``purposes``.
     """
     name = f"{number}.{begin}"
     if not purposes:
@@ -61,9 +61,10 @@ def describe_request(
 def proposal_prompt(
     settings: Settings, context: str, example: Trial | PruningState, request: str
 ) -> Messages:
-    """Prompt for candidates: what is known, a valid one, and what :func:`describe_request` says.
+    """Prompt for candidates: ``context``, an ``example`` of a valid one, and ``request``.
 
-    The context is facts of the images and the summary H_(t-1).
+    The context has facts about the images and the summary H_(t-1); the request is that of
+    :func:`describe_request`.
     """
     title = "A valid candidate looks like this:"
     state = example
@@ -94,9 +95,10 @@ def crossover_prompt(
 def repair_prompt(
     request: Messages, reply: str, problems: Mapping[int, Sequence[str]], count: int
 ) -> Messages:
-    """The conversation with the problems of its reply, asking for corrected proposals.
+    """The conversation so far, followed by the problems of the reply and a request to correct it.
 
-    ``problems`` of a list's proposals by their number; without a ``count``, of the only proposal.
+    ``problems`` are by the number of the proposal in a list of ``count``; with a ``count`` of 0,
+    they are those of the only proposal.
     """
     if count:
         listed = "\n".join(
@@ -118,7 +120,7 @@ def repair_prompt(
 
 
 def _build_messages(settings: Settings, request: str) -> Messages:
-    """A request with the description of the task, and the form of the answer."""
+    """Messages with the description of the task, ``request``, and the form of the answer."""
     system = f"{describe_task(settings)}\n\n{describe_reply(settings)}"
     return (
         {"role": "system", "content": system},

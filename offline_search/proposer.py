@@ -1,4 +1,4 @@
-"""Proposals by a language model: requests by their place in the search, their replies recorded."""
+"""Proposals by a language model; replies are recorded by the request's place in the search."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from vllm_autoprune.errors import Problem, SearchError
 class Reply:
     """Text of a reply, or the failure that remains after all retries.
 
-    ``cut``: it ends where it reached the maximum of tokens.
+    ``cut``: whether the text ends because it reached the maximum number of tokens.
     """
 
     text: str | None
@@ -44,7 +44,7 @@ class Reply:
 
 
 class Proposer(Protocol):
-    """A language model; failures of its endpoint are replies, not exceptions."""
+    """A language model; a failure of its endpoint is returned as a reply, not raised."""
 
     async def reply(
         self, messages: Messages, schema: JsonObject | None, seed: int
@@ -62,16 +62,17 @@ class ProposalRequest:
     origin: str
     parents: tuple[str, ...] = ()
     count: int = 0
-    """Proposals of a list; 0: a single one, without a list around it."""
+    """Number of proposals in a list; 0 for a single proposal that is not in a list."""
     names: Collection[str] = ()
     """Candidates that a proposal of a list may name as its parent."""
     change: Callable[[str], str] | None = None
-    """Makes the proposal of a first reply that only changes one, or raises :class:`ValueError`."""
+    """Function from a first reply that only has changes of a parent to the whole proposal; raises
+    :class:`ValueError`. None if the reply is a proposal."""
 
     def draft(self, *problem: str) -> Draft:
-        """A draft without a state, for which a reply is read; or with a problem: what, and the fix.
+        """A draft without a state, as the default for reading a reply.
 
-        The problem is of the reply as a whole.
+        ``problem``: what is wrong with the reply as a whole, and how to fix it.
         """
         problems = (Problem("", *problem),) if problem else ()
         return Draft(self.origin, None, problems, self.parents)
@@ -81,7 +82,8 @@ class ProposalRequest:
 class ProposalClient:
     """Requests proposals by their place in the search; recorded replies are not requested again.
 
-    Without a ``proposer`` every reply has to be recorded; none is sent beyond the money.
+    Without a ``proposer``, every reply has to be recorded. No request is sent once the cost has
+    reached ``most_money``.
     """
 
     settings: Settings
@@ -90,10 +92,10 @@ class ProposalClient:
     most_money: float | None
 
     async def request(self, request: ProposalRequest) -> list[Draft]:
-        """The drafts in a reply, after one attempt to repair those that are invalid."""
+        """The drafts in the reply to ``request``, after one attempt to repair invalid ones."""
         count = request.count
         change = request.change
-        # What changes a proposal is no JSON, so that no schema constrains it.
+        # A reply with changes is not JSON, so it is not constrained by a schema.
         reply = await self._reply(
             request, "first", request.messages, count, change is None
         )
@@ -129,7 +131,7 @@ class ProposalClient:
     ) -> list[Draft]:
         """The drafts of a list of ``count`` proposals, or the only one.
 
-        Where the reply was cut off, that is the first problem of invalid ones.
+        If the reply was cut off, that is the first problem of its invalid drafts.
         """
         settings = self.settings
         drafts = parse_reply(text, settings, request.draft(), count, request.names)
@@ -180,7 +182,7 @@ class ProposalClient:
             schema = reply_schema(settings, count) if constrained else None
             seed = (settings.seed * 1_000_003 + number * 1009 + index) % 2**31
             reply = await self.proposer.reply(messages, schema, seed)
-        # One character more than is valid, so that a recorded reply is too long as well.
+        # Keep one character more than is valid, so that the recorded reply is also too long.
         length = MAX_REPLY_CHARACTERS * settings.proposals_per_reply + 1
         text = reply.text
         if text is not None:
@@ -201,5 +203,5 @@ class ProposalClient:
 
 
 def _replace_surrogates(text: str) -> str:
-    """A text with "?" for halves of surrogate pairs, which UTF-8 cannot hold."""
+    """``text`` with "?" in place of unpaired surrogates, which UTF-8 cannot encode."""
     return text.encode(errors="replace").decode()

@@ -1,7 +1,7 @@
-"""Smaller spaces, which search some parts of the released policy (`autoprune`).
+"""Smaller search spaces, in which only some parts of the released policy (`autoprune`) vary.
 
-``numbers`` is the space that AutoPrune's authors searched, ``released`` the same with signals and
-weights free, and each ablation of theirs is a search in a space of its own.
+``numbers`` is the space that AutoPrune's authors searched; ``released`` also varies signals and
+weights. Each of the authors' ablations is a space of its own.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _WEIGHTS = (0.05, 1.0)
 """Range of a signal's weight; the fusion divides weights by their sum."""
 
 _STRENGTH_OF_SEVERAL = 0.003
-"""Largest residual strength where q_e is 2 or more."""
+"""Largest residual strength if q_e is 2 or more."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ReleasedSpace:
-    """What is searched of the released policy; its other parts stay as they are.
+    """Parts of the released policy that a space varies; all other parts are as released.
 
-    ``ranges`` hold inclusive bounds of numbers, ``fixed`` numbers that differ from the released
-    ones. ``signals`` are those of the policy, any of them with any weights, or a single one. r_min
-    is K - q_e throughout, because a larger one is the same policy as a smaller q_e.
+    ``ranges`` has inclusive bounds of numbers, ``fixed`` has numbers that differ from the released
+    ones. ``signals``: the policy's own (``fixed``), any of them with any weights, or a ``single``
+    one. r_min is always K - q_e, because a larger r_min is equivalent to a smaller q_e.
     """
 
     ranges: Mapping[str, tuple[float, float]]
@@ -132,9 +132,9 @@ def draw_released(source: ChoiceSource, space: Space) -> JsonObject:
 
 
 def choices_of_released(state: PruningState) -> dict[str, Choice]:
-    """The choices for which :func:`draw_released` gives the state nearest to any state.
+    """The choices for which :func:`draw_released` gives the state nearest to ``state``.
 
-    What this lacks is that of the released policy.
+    Parts that ``state`` lacks are those of the released policy.
     """
     released = _released_policy()
     names = [signal.atom for signal in released.scoring.signals]
@@ -151,7 +151,7 @@ def choices_of_released(state: PruningState) -> dict[str, Choice]:
     for part in (released, state):
         centrality = [s for s in part.scoring.signals if s.atom == _CENTRALITY]
         for call in (*centrality, part.reassembly, part.constraints.selector):
-            # Not a dump, which leaves defaults out.
+            # The call is iterated, because a dump would leave out defaults.
             numbers = {name: value for name, value in call if name in _NUMBERS | _BIAS}
             choices |= {
                 name: value for name, value in numbers.items() if value is not None
@@ -175,9 +175,9 @@ def released_atoms(space: Space) -> frozenset[str]:
 def list_problems_of_space(
     state: PruningState, nearest: PruningState, settings: Settings
 ) -> list[Problem]:
-    """What of a state a smaller space does not have, with the value of the nearest state there.
+    """Problems of a state's parts that a smaller space lacks; the fix is that of ``nearest``.
 
-    A q_e above K acts as K.
+    A q_e above K is compared as K, because it acts as K.
     """
 
     def comparable(compared: PruningState) -> JsonObject:
@@ -211,7 +211,7 @@ def list_problems_of_space(
 
 
 def describe_space(settings: Settings) -> str:
-    """What is searched in a smaller space, its atoms, and which of their numbers are free."""
+    """Description of a smaller space: what is searched, its atoms, and their free numbers."""
     searched = _SPACES[settings.space]
     released = _released_policy()
     ranges = {
@@ -261,7 +261,7 @@ def describe_space(settings: Settings) -> str:
 
 
 def _describe_released(call: AtomCall, ranges: Mapping[str, str]) -> str:
-    """An atom of the released policy, its free numbers, and what is fixed but not by default."""
+    """Description of an atom of the released policy: free numbers, and fixed non-default ones."""
     parameters: list[str] = []
     for name, value in call:
         parameter = type(call).model_fields[name]

@@ -1,4 +1,4 @@
-"""Replies of a language model: the schema that they are asked for, and the drafts read of them."""
+"""Replies of a language model: the schema that is requested, and how drafts are read from them."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from vllm_autoprune.tpdsl.loading import parse_json
 from vllm_autoprune.tpdsl.state import PruningState
 
 MAX_REPLY_CHARACTERS = 20_000
-"""Longer replies are invalid; a proposal has about a thousand characters."""
+"""Largest length of a valid reply; a proposal has about a thousand characters."""
 
 UNFINISHED = "<think>"
-"""Stands for thoughts that no answer follows."""
+"""Mark in place of thoughts that no answer follows."""
 
 _TAG = r"(?:\w+:)?(?:think(?:ing)?|thoughts?|reasoning)"
 _THOUGHTS = re.compile(
@@ -45,17 +45,18 @@ _THOUGHTS = re.compile(
     r"|<\|channel\|>final\b[^{]{0,40}?<\|message\|>|assistantfinal(?:json)?)",
     re.IGNORECASE,
 )
-"""Where thoughts begin or end: Qwen and DeepSeek, Mistral, Kimi, Cohere; gpt-oss in both forms."""
+"""Marks at which thoughts begin or end: those of Qwen and DeepSeek, Mistral, Kimi, Cohere, and both
+forms of gpt-oss."""
 
 
 def remove_thoughts(text: str) -> str:
-    """A reply without its thoughts; ends with :data:`UNFINISHED` where the last have no end."""
+    """A reply without its thoughts; ends with :data:`UNFINISHED` if the last ones have no end."""
     answer = list[str]()
     begin = 0
     thinking = False
     for tag in _THOUGHTS.finditer(text):
         if tag["end"]:
-            if not thinking:  # they began in the prompt
+            if not thinking:  # the prompt began the thoughts
                 answer.clear()
             begin = tag.end()
             thinking = False
@@ -72,17 +73,16 @@ def parse_reply(
     count: int = 0,
     names: Collection[str] = (),
 ) -> list[Draft]:
-    """The only draft in a reply, or with a ``count`` those of its list; other text is ignored.
+    """Read the only draft in a reply, or ``count`` drafts of its list; other text is ignored.
 
-    Each proposal is read by itself, in whatever text it stands, so that one that is invalid or cut
-    off spoils no other. Origin and parents are those of ``default``, unless a proposal of a list
-    names one of ``names`` as its parent. Never raises: what is invalid or missing is a draft with
-    problems.
+    Every proposal is read by itself, so that an invalid or cut one does not affect the others.
+    Origin and parents are those of ``default``, unless a proposal of a list names one of ``names``
+    as its parent. Never raises: an invalid or missing proposal becomes a draft with problems.
     """
     answer = remove_thoughts(text)
     texts = _split_proposals(answer, count or 1)
     drafts: list[Draft] = []
-    # Without a proposal the reply as a whole has the problem.
+    # If there is no proposal, the problem is that of the whole reply.
     for proposal in texts or [answer]:
         body: JsonObject = {}
         try:
@@ -103,7 +103,7 @@ def parse_reply(
 
 
 def _parse_object(text: str) -> JsonObject:
-    """The JSON object in a text; raises :class:`StateError` that says why there is none."""
+    """The JSON object in a text; raises :class:`StateError` with the reason if there is none."""
     begin = text.find("{")
     end = text.rfind("}")
     what = ""
@@ -124,7 +124,7 @@ def _parse_object(text: str) -> JsonObject:
 
 
 def _read_hypothesis(proposal: JsonObject) -> Hypothesis:
-    """Purpose, reason and expectation of a proposal; other values count as left out."""
+    """Purpose, reason and expectation of a proposal; invalid values count as absent."""
     purpose = proposal.get("purpose")
     if not isinstance(purpose, str) or purpose not in PURPOSES:
         purpose = ""
@@ -140,7 +140,7 @@ def _read_hypothesis(proposal: JsonObject) -> Hypothesis:
 def _read_parents(
     proposal: JsonObject, names: Collection[str], default: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Name of the parent, if it is one of ``names``; none for the base policy alone."""
+    """The parent that a proposal names if it is in ``names``; empty if it is the base policy."""
     parent = proposal.get("parent")
     if parent == BASE_PARENT:
         return ()
@@ -151,17 +151,17 @@ def _read_parents(
 
 @dataclass(slots=True)
 class _Bracket:
-    """An open bracket of a reply: its keys that are looked for, and the objects inside."""
+    """An open bracket of a reply: those of its keys that are searched for, and objects inside."""
 
     mark: str
     start: int
     keys: set[str] = field(default_factory=set)
     objects: list[tuple[str, bool]] = field(default_factory=list)
-    """Texts, and whether each is a proposal or stands in a list with one."""
+    """Text of each object, and whether it is a proposal or is in a list with one."""
 
     @property
     def proposals(self) -> list[str]:
-        """Texts of its proposals."""
+        """Texts of the proposals among its objects."""
         return [text for text, is_proposal in self.objects if is_proposal]
 
 
@@ -188,7 +188,7 @@ class _BracketParser:
             if mark == '"':
                 quoted = not quoted and len(self.opened) > 1
             elif mark == "\n":
-                # No string has one, so that a quote in prose ends with its line.
+                # JSON strings have no line breaks, so a quote in prose ends with its line.
                 quoted = False
             elif quoted or mark[0] == "\\":
                 continue
@@ -203,7 +203,7 @@ class _BracketParser:
             self._drop_unclosed()
 
     def _close(self, mark: str, end: int) -> None:
-        """Close the last bracket of a mark, and give what is inside to the one around it."""
+        """Close the last open bracket ``mark``, and move its objects to the bracket around it."""
         while self.opened[-1].mark != mark:
             self._numbers[self.opened[-1].mark] -= 1
             self._drop_unclosed()
@@ -219,17 +219,17 @@ class _BracketParser:
         self.opened[-1].objects += objects
 
     def _drop_unclosed(self) -> None:
-        """Take the last bracket for prose, or for what a reply was cut off in."""
+        """Drop the last open bracket, which is prose or was cut off; its proposals are kept."""
         unclosed = self.opened.pop()
         self.opened[-1].objects += [(text, True) for text in unclosed.proposals]
 
 
 def _split_proposals(text: str, count: int) -> list[str]:
-    """Texts of at most ``count`` proposals in a text, complete or not valid JSON.
+    """Texts of at most ``count`` proposals in ``text``; they may be invalid JSON.
 
-    A proposal is the innermost object with a component, in whatever it is wrapped. Of several lists
-    the last that is long enough counts, without one the last objects: earlier ones are drafts.
-    Without a proposal, all objects are returned.
+    A proposal is the innermost object that has a component. The last list that is long enough
+    counts; if there is none, the last proposals do, because earlier ones are drafts. Without a
+    proposal, other objects are returned.
     """
     parsed = _BracketParser(text)
     for texts in reversed(parsed.lists):
@@ -263,8 +263,8 @@ _UNUSED_KEYWORDS = (
 class _SchemaReducer:
     """Reduces the schema of a state to that of a search's proposals.
 
-    Atoms that take the same parameters are one alternative, so that it is about a third as long:
-    the 81 atoms of reassembly, for example, have twelve forms.
+    Atoms that take the same parameters become one alternative, which makes the schema about a third
+    as long: the 81 atoms of reassembly, for example, have twelve forms.
     """
 
     def __init__(self, definitions: JsonObject, settings: Settings) -> None:
@@ -273,7 +273,7 @@ class _SchemaReducer:
         self._excluded = excluded_atoms(settings)
 
     def _reduce(self, value: JsonValue) -> JsonValue:
-        """A part of the schema with what it refers to in place of the reference."""
+        """A part of the schema, with references replaced by the definitions that they name."""
         if isinstance(value, list):
             return [self._reduce(item) for item in value]
         if isinstance(value, float) and value.is_integer():
@@ -283,13 +283,13 @@ class _SchemaReducer:
         if isinstance(reference := value.get("$ref"), str):
             return self._reduce(self._definitions[reference.rpartition("/")[2]])
         unused = {*_UNUSED_KEYWORDS}
-        if "enum" in value or "const" in value:  # its values have their type
+        if "enum" in value or "const" in value:  # the type follows from the values
             unused.add("type")
         reduced: JsonObject = {}
         for keyword, item in value.items():
             if keyword in ("anyOf", "oneOf") and isinstance(item, list):
-                # Equivalent here, because branches differ in a constant, and `anyOf` is supported
-                # by every engine for constrained output.
+                # `anyOf` is equivalent here, because branches differ in a constant, and every
+                # engine for constrained output supports it.
                 reduced["anyOf"] = self._merge(
                     [self._reduce(branch) for branch in item]
                 )
@@ -310,7 +310,7 @@ class _SchemaReducer:
                 _object(item)["maxItems"] = _MAX_ITEMS[name]
             elif name == "q_e":
                 largest = min(settings.source_budget, MAX_QUOTA)
-                if settings.space == "without-anchoring":  # whose q_e is fixed
+                if settings.space == "without-anchoring":  # q_e is fixed there
                     largest = MAX_QUOTA
                 _object(item)["maximum"] = largest
         return reduced
@@ -341,7 +341,7 @@ def _atom_schema(alternative: JsonValue) -> JsonObject:
 
 @cache
 def _proposal_schema(settings: Settings) -> JsonObject:
-    """JSON Schema of a proposal of a search: accepts a subset of what a state accepts."""
+    """JSON Schema of a search's proposals, which accepts a subset of a state's schema."""
     schema: JsonObject = PruningState.model_json_schema()
     fields = _object(schema["properties"])
     reducer = _SchemaReducer(_object(schema["$defs"]), settings)
@@ -358,7 +358,7 @@ def _proposal_schema(settings: Settings) -> JsonObject:
 
 @cache
 def reply_schema(settings: Settings, count: int = 0) -> JsonObject:
-    """JSON Schema of a reply: a proposal, or a list of ``count``, each with its hypothesis."""
+    """JSON Schema of a reply: a proposal, or a list of ``count`` proposals with hypotheses."""
     proposal = _proposal_schema(settings)
     if not count:
         return proposal

@@ -60,19 +60,19 @@ _MME = (
 
 @dataclass(frozen=True)
 class _SearchReport:
-    """What a ledger says.
+    """Contents of a ledger for a report.
 
-    ``duration`` are seconds from the first record to the end of the last.
+    ``duration`` is the time from the first record to the end of the last, in seconds.
     """
 
     settings: Settings
     trials: Sequence[Trial]
-    """All that have ended, without their states and values."""
+    """All finished trials, without their states and values."""
     winner: WinnerRecord | None
     replies: Sequence[ReplyRecord]
     evaluations: Sequence[EvaluationRecord]
     standings: Mapping[int, Standing]
-    """Who led after each round, by its number."""
+    """Leaders after each round, by the number of the round."""
     duration: float
 
     @property
@@ -82,7 +82,7 @@ class _SearchReport:
         return sorted(evaluated, key=lambda trial: -self._estimate(trial))
 
     def _estimate(self, trial: Trial) -> float:
-        """The estimate for all questions; while a search runs, of those that it was asked."""
+        """The estimate over all questions; while a search runs, over the trial's own questions."""
         searched = {} if self.winner is None else self.winner.searched
         return searched.get(trial.name, trial.score)
 
@@ -101,7 +101,7 @@ class _SearchReport:
 
     @property
     def answers(self) -> int:
-        """Answers to search questions that candidates were measured by, repeated ones included."""
+        """Number of candidates' answers to search questions, including repeated ones."""
         if self.standings:
             return self.standings[max(self.standings)].answers
         return sum(trial.result.examples for trial in self.trials)
@@ -109,7 +109,7 @@ class _SearchReport:
     def curve(self) -> list[tuple[int, float]]:
         """(answers of the search split so far, best objective so far) at every improvement.
 
-        Without what is asked again; objectives are those of the questions of a round.
+        Questions that are asked again do not count; objectives are over the questions of a round.
         """
         points = list[tuple[int, float]]()
         answers = 0
@@ -126,7 +126,7 @@ class _SearchReport:
         digest = base_state(self.settings).digest
         base = dict[int | str, np.ndarray]()
         full = np.empty(0)
-        # Blocks in turn, of which each is asked both.
+        # Blocks are in order; both the unpruned model and the base policy are asked every block.
         for record in self.evaluations:
             if record.split == "search" and record.digest == ALL_TOKENS:
                 full = np.append(full, record.logprob)
@@ -138,7 +138,7 @@ class _SearchReport:
             for budget, values in base.items()
             if len(values) == len(full)
         }
-        # For MME's total the ledger would need the categories of the questions.
+        # MME's total needs the categories of the questions, which the ledger does not have.
         if self.settings.objective == "mme" or len(base) < len(self.settings.budgets):
             return None
         return round(
@@ -198,9 +198,9 @@ class _SearchReport:
         )
 
     def _format(self, *values: float | None) -> list[str]:
-        """Objectives with as many decimals as the width of the winner's interval supports.
+        """Format objectives with as many decimals as the width of the winner's interval supports.
 
-        Without a winner, the spread of the candidates stands for it.
+        Without a winner, the spread of the candidates replaces the width.
         """
         measured = [trial.result.objective or 0.0 for trial in self.trials] or [0.0]
         low = min(measured)
@@ -232,7 +232,7 @@ class _SearchReport:
 
     def _describe_finalists(self, winner: WinnerRecord, leader: str) -> Section:
         """Objectives of the finalists and of the base policy on each split."""
-        # A ledger without estimates has the objectives of each candidate's own questions.
+        # A ledger without estimates only has objectives over a candidate's own questions.
         scores: dict[str, float | None] = {
             trial.name: trial.result.objective for trial in self.trials
         }
@@ -311,7 +311,7 @@ class _SearchReport:
         return Section("Result on the test split", [text], tables=[table])
 
     def _describe_standings(self) -> Section:
-        """The best objective over the rounds with its lower bound, and who is tied with it."""
+        """The best objective by round with its lower bound, and the trials tied with the best."""
         marks = []
         for number, standing in self.standings.items():
             objective = standing.objective
@@ -335,7 +335,7 @@ class _SearchReport:
         return Section("How sure the search is", texts, [chart])
 
     def _list_candidates(self, ranked: Sequence[Trial]) -> Section:
-        """The best candidates, and why others were not measured."""
+        """The best candidates, and the reasons why others were not measured."""
         statuses = ", ".join(
             f"{count} {status}" for status, count in self.statuses.items()
         )

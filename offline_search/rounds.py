@@ -41,13 +41,13 @@ from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 _PROBE_IMAGES = 16
-"""Images of the probe set, each with one question."""
+"""Number of images in the probe set; each has one question."""
 
 
 def probes_from_checkpoint(
     checkpoint: Path, text_tower: Path | None, dataset: Dataset
 ) -> Sequence[VisualTokens]:
-    """Probes from a local checkpoint: the first search images, each with its first question.
+    """Probes from a local checkpoint: the first search images with their first questions.
 
     Raises :class:`ConfigError` or :class:`UnsupportedModelError`.
     """
@@ -65,12 +65,12 @@ def probes_from_checkpoint(
 
 
 _RACING_ERRORS = 3.0
-"""Standard errors by which a candidate is clearly worse: a race tests each several times."""
+"""Standard errors for clearly worse; more than two, because a race tests a candidate repeatedly."""
 
 
 @dataclass
 class _Candidate:
-    """A candidate during a round, with its answers by budget; finished once it has a result."""
+    """A candidate during a round, with its answers by budget; with a result, it is finished."""
 
     proposal: ProposalRecord
     state: PruningState | None
@@ -80,9 +80,9 @@ class _Candidate:
 
 @dataclass
 class _Reference(_Candidate):
-    """An earlier trial that candidates are compared with, on the questions of their round.
+    """An earlier trial that is asked a round's questions, to compare candidates with it.
 
-    A leader, or the parent of ``children`` that have a hypothesis about the difference.
+    It is a leader, or the parent of ``children`` that have a hypothesis about the difference.
     """
 
     is_leader: bool = False
@@ -90,7 +90,7 @@ class _Reference(_Candidate):
 
     @property
     def is_needed(self) -> bool:
-        """Whether anyone is still compared with it."""
+        """Whether a candidate is still compared with it."""
         return self.is_leader or bool(_unfinished(self.children))
 
 
@@ -105,11 +105,11 @@ class RoundEvaluator:
     probes: Sequence[VisualTokens]
     """Visual tokens of a few images, as the served model computes them."""
     _full: Answers = field(default_factory=Answers)
-    """Of the unpruned model to the questions of the round."""
+    """Answers of the unpruned model to the questions of the round."""
     _name_of: dict[str, str] = field(default_factory=dict)
-    """Digest or selection fingerprint -> name of the candidate that was measured for it."""
+    """Name of the candidate that was measured, by its digest or selection fingerprint."""
     _block: slice = field(default_factory=lambda: slice(0))
-    """The questions of the round among ``examples``."""
+    """Range of the round's questions among ``examples``."""
 
     def __post_init__(self) -> None:
         images = [example.image for example in self.examples]
@@ -121,7 +121,7 @@ class RoundEvaluator:
         return self.examples[self._block]
 
     async def evaluate_baselines(self, base: PruningState) -> History:
-        """Measure the unpruned model and the base policy; gives the initial history H_0."""
+        """Measure the unpruned model and the base policy; returns the initial history H_0."""
         proposal = ProposalRecord(
             round=0, index=0, origin="base policy", digest=base.digest
         )
@@ -151,7 +151,7 @@ class RoundEvaluator:
     ) -> list[Trial]:
         """The trials of one round in the order of its drafts; states are measured concurrently.
 
-        Leaders, and parents whose children a hypothesis is about, are asked fresh questions too.
+        Leaders, and parents of candidates with a hypothesis, are asked fresh questions too.
         """
         base = await self._open_block(number, history.base.proposal, history.base.state)
         history.add_values(BASE_PARENT, self._block, self._values(base))
@@ -212,9 +212,9 @@ class RoundEvaluator:
     def _find_references(
         self, candidates: Sequence[_Candidate], history: History
     ) -> list[_Reference]:
-        """Leaders and parents of hypotheses that were not asked the questions of this round.
+        """Leaders and parents of hypotheses that were not asked this round's questions, by name.
 
-        In the order of their names. The base policy is not among them: it is always asked.
+        The base policy is not among them, because it is always asked.
         """
         leaders = {trial.name for trial in (*history.leaders(), history.leader())}
         children: dict[str, list[_Candidate]] = {name: [] for name in leaders}
@@ -244,7 +244,7 @@ class RoundEvaluator:
     async def _measure_all(
         self, candidates: Sequence[_Candidate], start: int, stop: int
     ) -> None:
-        """Ask candidates questions of the round, all at once; who fails is finished by that."""
+        """Ask all candidates questions of the round concurrently; those that fail are finished."""
         outcomes = await asyncio.gather(
             *(self._measure(candidate, start, stop) for candidate in candidates),
             return_exceptions=True,
@@ -257,7 +257,7 @@ class RoundEvaluator:
                 raise outcome
 
     def _forget_failures(self, candidates: Sequence[_Candidate]) -> None:
-        """Forget candidates that could not be measured, so that later duplicates are."""
+        """Forget candidates that could not be measured, so that their duplicates are measured."""
         failed = {
             candidate.proposal.name
             for candidate in candidates
@@ -268,7 +268,7 @@ class RoundEvaluator:
         }
 
     def _finish(self, candidate: _Candidate) -> Trial:
-        """The candidate as a trial; one that has no result yet was evaluated to the end."""
+        """The candidate as a trial; without a result yet, it was evaluated to the end."""
         result = candidate.result or self._result(candidate, "evaluated")
         if not any(candidate.answers):
             return Trial(candidate.proposal, result, candidate.state)
@@ -283,12 +283,12 @@ class RoundEvaluator:
         return replace(trial, exchanges=verdict.exchanges, quality=verdict.quality)
 
     def _values(self, candidate: _Candidate) -> Floats:
-        """Answers' values less the unpruned model's, mean over budgets, ``(M,)``."""
+        """Values of the answers minus the unpruned model's, averaged over budgets, ``(M,)``."""
         values: Floats = self._values_by_budget(candidate).mean(0)
         return values
 
     def _values_by_budget(self, candidate: _Candidate) -> Floats:
-        """Answers' values less the unpruned model's at each budget, ``(B, M)``."""
+        """Values of the answers minus the unpruned model's at each budget, ``(B, M)``."""
         objective = self.settings.objective
         return np.array(
             [
@@ -308,7 +308,8 @@ class RoundEvaluator:
             return self._result(candidate, "same", same_as=self._name_of[state.digest])
         if problems := self._check(state).problems:
             return self._result(candidate, "unsafe", reason=problems[0])
-        # Remembered before it is measured, because a later draft of this round may be a duplicate.
+        # The name is stored before the measurement, because a later draft of this round may be a
+        # duplicate.
         name = self._name_of.setdefault(self._fingerprint(state), proposal.name)
         self._name_of[state.digest] = name
         if name == proposal.name:
@@ -353,9 +354,9 @@ class RoundEvaluator:
         state: PruningState,
         policies: Sequence[PruningPolicy],
     ) -> VerdictRecord:
-        """The verdict with what the policies do on the probes; as it is without any.
+        """``verdict`` with the behaviour of the policies on the probes, if there are probes.
 
-        The fingerprint is of features as well as indices, because two states may keep the same
+        The fingerprint covers features as well as indices, because two states may keep the same
         tokens and merge the discarded ones differently. Exchanges and qualities are those of the
         first policy.
         """
@@ -389,7 +390,7 @@ class RoundEvaluator:
         return verdict.model_copy(update=update)
 
     def _fingerprint(self, state: PruningState) -> str:
-        """What is equal for states that keep the same tokens of the probes."""
+        """Key that is equal for states with the same selections on the probes."""
         return self._check(state).behaviour or state.digest
 
     async def _measure(self, candidate: _Candidate, start: int, stop: int) -> None:
@@ -412,9 +413,9 @@ class RoundEvaluator:
         resolution: float,
         divisor: int,
     ) -> None:
-        """Drop who is clearly worse than the leader or tied with it, then all but a part.
+        """Drop candidates that are clearly worse than the leader or tied with it, then the weaker.
 
-        Of the others one in ``divisor`` goes on.
+        ``reference`` has the leader's values. Of the rest, the best one in ``divisor`` goes on.
         """
         questions = self._questions[: len(reference)]
         after = f"after {len(questions)} of {len(self._questions)} examples"
@@ -444,7 +445,7 @@ class RoundEvaluator:
         same_as: str = "",
         reason: str = "",
     ) -> TrialRecord:
-        """The candidate's record; scores are means over the budgets."""
+        """The record of the candidate's result; scores are means over the budgets."""
         record = TrialRecord(
             round=candidate.proposal.round,
             index=candidate.proposal.index,
@@ -465,9 +466,9 @@ class RoundEvaluator:
 
 
 def _bound_exchange(quality: Tensor, picks: Tensor) -> tuple[float, float]:
-    """Lowest quality ``(B, N)`` of the picks ``(B, P)``, and highest of the other tokens.
+    """Lowest quality of the picks ``(B, P)`` and highest of the other tokens, as image means.
 
-    Means over images; their difference is what an exchange can gain at most.
+    ``quality`` is ``(B, N)``. The difference of the two bounds what one exchange can gain.
     """
     picked = mask_from_indices(picks, quality.shape[1])
     lowest = quality.masked_fill(~picked, torch.inf).amin(dim=1)

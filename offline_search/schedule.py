@@ -8,73 +8,73 @@ from offline_search.history import History
 from offline_search.settings import RACED_PER_PLACE, Settings
 
 RACING_STAGES = ((0.125, 3), (0.5, 2), (1.0, 1))
-"""Shares of a round's questions after which a race drops candidates, and of how many one goes on.
-
-Of 15, five, then three, without those that are clearly worse than the best so far."""
+"""Shares of a round's questions after which a race drops candidates, and divisors: one candidate in
+``divisor`` goes on. Of 15 candidates, five go on and then three, or fewer if some of them are
+clearly worse than the best so far."""
 
 
 def count_of_share(share: float, questions: int) -> int:
-    """Questions that are a share of a round's, at least one."""
+    """Number of questions that is ``share`` of a round's ``questions``, at least 1."""
     return max(1, round(share * questions))
 
 
 _PLATEAU_SHARE = 0.5
-"""Share of its budget before which no plateau ends a search."""
+"""Share of the budget that a search spends before a plateau may end it."""
 
 _IDLE_ROUNDS = 4
-"""Rounds in a row after which a search ends where the best of none is ahead by the resolution."""
+"""Rounds in a row after which a search ends if the best of none leads by the resolution."""
 
 
 @dataclass(frozen=True)
 class EvaluationBudget:
-    """Answers that the candidates of a search may take, of so many questions a round.
+    """Number of answers that the candidates of a search may take, at ``questions`` a round.
 
-    A search with a fixed number of rounds counts those instead.
+    A search with a fixed number of rounds counts rounds instead.
     """
 
     settings: Settings
     questions: int
     is_fresh: bool = False
-    """Whether a round has other questions than the one before."""
+    """Whether every round has new questions."""
 
     @property
     def per_candidate(self) -> int:
-        """Answers of a candidate that is asked all questions of a round."""
+        """Number of answers of a candidate that is asked all questions of a round."""
         return self.questions * len(self.settings.budgets)
 
     @property
     def answers(self) -> int:
-        """Answers of T x m candidates."""
+        """Number of answers of T x m candidates."""
         return self.settings.total_candidates * self.per_candidate
 
     def is_spent(self, spent: int) -> bool:
-        """Whether no further round begins after so many answers."""
+        """Whether no further round begins after ``spent`` answers."""
         return self.settings.has_fixed_evaluations and spent >= self.answers
 
     def share(self, number: int, spent: int) -> float:
-        """Share of the search that is done after a round."""
+        """Share of the search that is done after round ``number`` and ``spent`` answers."""
         if self.settings.has_fixed_evaluations:
             return min(1.0, spent / self.answers)
         return min(1.0, number / self.settings.rounds)
 
     def count_proposals(self, spent: int) -> int:
-        """Candidates that are proposed in the next round."""
+        """Number of candidates that are proposed in the next round."""
         count = self.settings.per_round
         if not self.settings.races:
             return count
-        # The last round is smaller, so that a race exceeds its budget by little.
+        # The last round is smaller, so that a race hardly exceeds its budget.
         affordable = (self.answers - spent) // self.per_candidate
         return RACED_PER_PLACE * min(count, max(1, affordable))
 
     def is_last(self, number: int, spent: int) -> bool:
-        """Whether a round is the last one, if it spends what it may."""
+        """Whether round ``number`` is the last one if it spends all that it may."""
         if not self.settings.has_fixed_evaluations:
             return number == self.settings.rounds
         remaining = self.answers - spent
         return remaining <= self.settings.per_round * self.per_candidate
 
     def describe_round(self, number: int, spent: int, resolution: float) -> str:
-        """Which round this is, what a candidate costs, and whether another follows, for prompts."""
+        """Text for prompts: the round, a candidate's cost, and whether another round follows."""
         settings = self.settings
         round_text = f"Round {number} of {settings.rounds}."
         ending = "It is the last one."
@@ -83,7 +83,7 @@ class EvaluationBudget:
             ending = "It is the last one, unless answers remain after it."
         if not self.is_last(number, spent):
             ending = "Another follows."
-            if resolution:  # without one, no plateau ends a search
+            if resolution:  # without a resolution, no plateau ends a search
                 ending = (
                     "Another follows, unless several in a row found nothing better."
                 )
@@ -97,7 +97,7 @@ class EvaluationBudget:
         return f"{round_text} {ending} {cost}."
 
     def _describe_race(self) -> str:
-        """After how many questions candidates are dropped, and which."""
+        """Description of the race: after how many questions which candidates are dropped."""
         texts = [
             f"all but one in {divisor} after {count_of_share(share, self.questions)}"
             for share, divisor in RACING_STAGES
@@ -111,10 +111,10 @@ class EvaluationBudget:
 
 @dataclass
 class Plateau:
-    """Detects that rounds find nothing better than what leads by more than the resolution.
+    """Detects a plateau: rounds that improve on the leader by no more than the resolution.
 
-    ``level`` 0: they do; 1: leaders are tied, so that other structures are searched; 2: several
-    rounds found nothing, so that the search ends. ``since`` is the round that set it.
+    ``level`` 0: no plateau; 1: leaders are tied, so other structures are searched; 2: several
+    rounds found nothing better, so the search ends. ``since`` is the round that set the level.
     """
 
     level: int = 0

@@ -7,10 +7,11 @@
 Resuming and replaying need no code of their own: the loop runs again from its start and takes
 completed steps from the ledger.
 
-Where the search split is longer than a block, each round has fresh questions of it, which leaders
-are asked as well: who was lucky once falls back. Where leaders are tied the search goes elsewhere,
-and where nothing better is found it ends (:mod:`offline_search.schedule`). The winner is chosen on
-search and validation questions together (:mod:`offline_search.winner`).
+If the search split is longer than a block, every round has fresh questions of it. Leaders are asked
+them as well, so that a candidate that was lucky once falls back. If leaders are tied, other
+structures are searched; if nothing better is found, the search ends
+(:mod:`offline_search.schedule`). The winner is chosen on search and validation questions together
+(:mod:`offline_search.winner`).
 """
 
 from __future__ import annotations
@@ -61,13 +62,13 @@ _SILENT = ProgressLog(lambda line: None)
 
 
 class Search:
-    """One search; ``most_money`` bounds the cost of its proposer, ``observer`` is told.
+    """One search; ``most_money`` bounds the proposer's cost, and ``observer`` reports progress.
 
-    Without a ``proposer`` a request to it ends the search, unless its reply is recorded.
+    Without a ``proposer``, a request whose reply is not recorded ends the search.
     """
 
     history: History | None = None
-    """What was measured, once the base policy was."""
+    """What was measured so far; None until the base policy is measured."""
 
     def __init__(
         self,
@@ -141,7 +142,7 @@ class Search:
         return winner
 
     def _record_settings(self) -> None:
-        """Begin the ledger; raises :class:`SearchError` for one of a search with other settings."""
+        """Record the settings; raises :class:`SearchError` if the ledger has other settings."""
         opened = self._ledger.find(SettingsRecord, "opened")
         if opened is not None and opened.settings != self._settings:
             recorded = dict(opened.settings)
@@ -158,9 +159,10 @@ class Search:
         self._ledger.put(SettingsRecord(settings=self._settings))
 
     async def _measure_baselines(self) -> History:
-        """The unpruned model and the base policy on all splits: the initial history H_0.
+        """Measure the unpruned model and the base policy on all splits; returns the history H_0.
 
-        Held-out splits too, because a question that cannot be asked would else end the search.
+        Held-out splits are measured now, because a question that cannot be asked would otherwise
+        end the search only when it is almost done.
         """
         history = await self._rounds.evaluate_baselines(self._base)
         await self._held_out.compare(self._base, "validation")
@@ -172,7 +174,7 @@ class Search:
     def _plan_round(
         self, number: int, history: History, summary: str, plateau: Plateau
     ) -> Round:
-        """What the strategy proposes candidates from."""
+        """The input from which the strategy proposes the candidates of a round."""
         tied = history.tied() if plateau.level else []
         spent = history.answers
         return Round(
@@ -188,7 +190,7 @@ class Search:
         )
 
     def _choose_stage(self, number: int, history: History, plateau: Plateau) -> Stage:
-        """What a round's proposals are asked for."""
+        """The stage of the search, which determines the purposes of a round's proposals."""
         if history.best() is None:
             return "first"
         if self._budget.is_last(number, history.answers):
@@ -196,9 +198,10 @@ class Search:
         return "tied" if plateau.level and history.tied() else "open"
 
     def _update_resolution(self, history: History) -> None:
-        """Set what the budget can tell apart, where the settings have no resolution.
+        """Set the resolution to the difference that the budget can detect, if it is not a setting.
 
-        With fresh questions alone, because others say nothing new of a leader.
+        It stays 0 unless rounds have fresh questions, because repeated ones say nothing new about
+        a leader.
         """
         if self._settings.resolution is None and len(self._rounds.blocks) > 1:
             questions = self._settings.rounds * self._budget.questions
@@ -207,7 +210,7 @@ class Search:
 
 @dataclass(frozen=True)
 class _Recording:
-    """Evaluator whose answers are all recorded; fingerprints of selections are as well."""
+    """Evaluator of a replay: all answers and fingerprints have to come from the recording."""
 
     name: str
     dataset: Dataset
@@ -228,10 +231,10 @@ class _Recording:
 async def replay(
     recording: Path, into: Path, data: Path, images: int | None = None
 ) -> tuple[WinnerRecord, str, str]:
-    """:func:`replay_on` of a data folder, ``images`` of each of whose splits are read."""
+    """Call :func:`replay_on` with a data folder, of which ``images`` limits the images a split."""
 
     def read(settings: Settings) -> Dataset:
-        # The order of the questions, and with ``images`` their choice, depends on the seed.
+        # The seed determines the order of the questions, and with ``images`` their selection.
         dataset = read_dataset(data, settings.seed, images)
         return dataset.in_blocks(settings.block, settings.seed)
 
@@ -243,9 +246,9 @@ async def replay_on(
 ) -> tuple[WinnerRecord, str, str]:
     """Replay a recording into a new ledger; returns the winner and the digests of both ledgers.
 
-    ``read`` gives the questions of a search with these settings. The recording is only read. Raises
-    :class:`SearchError` if it was made on other data, or if a step needs a request that was not
-    recorded.
+    ``read`` returns the data set for the settings of the recorded search. The recording is not
+    changed. Raises :class:`SearchError` if it was made on other data, or if a step needs a request
+    that was not recorded.
     """
     recorded = read_ledger(recording)
     opened = select_records(recorded, SettingsRecord)
@@ -255,7 +258,7 @@ async def replay_on(
         )
     settings = opened[0].settings
     dataset = read(settings)
-    # Every evaluator of the package and of the benchmarks ends its name so; others are not checked.
+    # All evaluators of the package and the benchmarks have such a name; others are not checked.
     named = re.search(r"data ([0-9a-f]{12})$", settings.evaluator)
     if named is not None and not dataset.digest.startswith(named[1]):
         raise SearchError.of(
@@ -272,19 +275,19 @@ async def replay_on(
 
 
 _CHARACTERS_PER_TOKEN = 3.5
-"""Approximate, for English and JSON."""
+"""Approximate number for English and JSON."""
 
 _REPLY_TOKENS = 300
-"""Approximate tokens of a proposal; the history adds about four times as many to a prompt."""
+"""Approximate tokens of a proposal; the history adds about four times that number to a prompt."""
 
 
 def estimate_cost(
     settings: Settings, dataset: Dataset, price: tuple[float, float]
 ) -> tuple[Messages, int, Cost, dict[Split, int]]:
-    """The first prompt of a search, and the requests, the cost, and the answers that it takes.
+    """The first prompt of a search, and its number of requests, its cost, and answers by split.
 
-    Requests and answers of each split are upper bounds without repairs; tokens and money, at the
-    price of a million tokens of prompts and of replies, are rough averages.
+    Requests and answers are upper bounds without repairs; tokens and money are rough averages.
+    ``price`` is that of a million prompt tokens, and of a million reply tokens.
     """
     history = "(the history comes here)"
     example = minimal_state(settings)

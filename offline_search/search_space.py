@@ -1,5 +1,4 @@
-"""Search space of proposals as a sequence of named choices, made at random or by a sampler.
-
+"""Search space of proposals: a sequence of named choices, which are random or a sampler's.
 Options and ranges come from the atom registry, so new atoms are searched without changes here.
 """
 
@@ -29,18 +28,19 @@ from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, Group
 from vllm_autoprune.tpdsl.state import Core, PruningState
 from vllm_autoprune.tpdsl.tokens import RankAt
 
-# Not searched: guards against division by zero, a bound that follows from q_e, and a weight that
-# changes no pick.
+# These parameters are not searched: guards against division by zero, a bound that follows from q_e,
+# and a weight that changes no pick.
 _FIXED_PARAMETERS = ("eps", "r_min", "iters", "keep_weight")
 
 _Bounds = tuple[float, float, bool]
-"""Inclusive bounds of a number, and whether it is an integer."""
+"""Inclusive bounds of a number, and whether the number is an integer."""
 
 
 def sample_proposal(source: ChoiceSource, settings: Settings) -> JsonObject:
-    """A complete proposal: every atom and parameter of the search's space chosen.
+    """Sample a complete proposal, with every atom and parameter of the search's space.
 
-    Core, place of ranking and base policy come last, so that all other choices are as without.
+    Core, place of ranking and base policy are drawn last, so that a search with them draws the same
+    other choices as a search without.
     """
     if settings.space == "all":
         proposal = _draw_components(source, settings)
@@ -61,7 +61,7 @@ def sample_proposal(source: ChoiceSource, settings: Settings) -> JsonObject:
 
 
 def choices_of_state(state: PruningState, settings: Settings) -> dict[str, Choice]:
-    """The choices for which :func:`sample_proposal` gives the proposal nearest to a state."""
+    """The choices for which :func:`sample_proposal` returns the proposal nearest to ``state``."""
     if settings.space == "all":
         choices = _choices_of_components(state, settings)
     else:
@@ -78,7 +78,7 @@ def choices_of_state(state: PruningState, settings: Settings) -> dict[str, Choic
 
 
 def _draw_components(source: ChoiceSource, settings: Settings) -> JsonObject:
-    """Components from the whole language, q_e among powers of two."""
+    """Draw components from the whole language, with powers of two for q_e."""
 
     def call(atom: str) -> JsonObject:
         values: JsonObject = {"atom": atom}
@@ -128,7 +128,7 @@ def _choices_of_components(
 ) -> dict[str, Choice]:
     """Recover the choices from components: the inverse of :func:`_draw_components`.
 
-    A union of pools stands for its first source; partitions and repeated signals have no choice.
+    A union of pools is replaced by its first source; partitions and repeated signals are dropped.
     """
     pools = [
         c.sources[0] if isinstance(c, JoinedPool) else c for c in state.constraints.pool
@@ -148,7 +148,7 @@ def _choices_of_components(
     }
     choices |= {group: call.atom for group, call in groups.items()}
     for call in (*listed.values(), *groups.values()):
-        values = dict(call)  # with defaults that a dump leaves out
+        values = dict(call)  # includes defaults, which a dump leaves out
         for name, schema in _searched_parameters(call.atom).items():
             choice = f"{call.atom}.{name}"
             value = values[name]
@@ -165,21 +165,21 @@ def _choices_of_components(
 
 
 def _quota_options(budget: int) -> list[str]:
-    """Searched values of q_e: zero, powers of two, and K, at most what the language allows."""
+    """Searched values of q_e: zero, powers of two, and K, limited to what the language allows."""
     maximum = min(budget, MAX_QUOTA)
     powers = [2**exponent for exponent in range(10)]
     return [*map(str, (0, *(power for power in powers if power < maximum), maximum))]
 
 
 def excluded_atoms(settings: Settings) -> frozenset[str]:
-    """Atoms that a language model is not offered."""
+    """Names of atoms that are not offered to a language model."""
     if settings.space != "all":
         return frozenset(ATOMS.names()) - released_atoms(settings.space)
     return frozenset(name for name in ATOMS.names() if not _is_offered(name, settings))
 
 
 def atom_names(group: Group, settings: Settings) -> list[str]:
-    """Atoms of a group that a search of any state varies, in registry order."""
+    """Names of the atoms of a group that a search of the whole language uses, in registry order."""
     return [name for name in ATOMS.names(group) if _is_offered(name, settings)]
 
 
@@ -202,7 +202,7 @@ def _flat_pools(settings: Settings) -> list[str]:
 
 @cache
 def _core_bounds() -> dict[str, _Bounds]:
-    """Bounds of the numbers of a core."""
+    """Bounds of a core's numbers by name."""
     schemas = Core.model_json_schema()["properties"]
     bounds = {name: _bounds(schema) for name, schema in schemas.items()}
     return {name: limits for name, limits in bounds.items() if limits is not None}
@@ -223,7 +223,7 @@ def _is_optional(schema: JsonObject) -> bool:
 
 
 def _alternatives(schema: JsonObject) -> list[JsonObject]:
-    """What a parameter may be: a number or null, for a number that may be left out."""
+    """Schemas of the types that a parameter accepts, such as number and null if it is optional."""
     choices = schema.get("anyOf", [schema])
     assert isinstance(choices, list)
     return [choice for choice in choices if isinstance(choice, dict)]

@@ -1,4 +1,4 @@
-"""Settings of one search, and of what it runs on: flags and their help come from the fields."""
+"""Settings of a search and of its endpoints; flags and their help are made from the fields."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ Space = Literal[
 ]
 
 MAX_QUOTA = 640
-"""Largest q_e that the language allows; a selector cuts it to K."""
+"""Largest q_e that the language allows; a selector limits it to K."""
 
 STRATEGIES_WITH_LISTS = ("autoprune", "autoprune+")
 """Strategies that may ask a language model for several proposals at once."""
 
 RACED_PER_PLACE = 3
-"""Candidates that are proposed for each of a round's m places where candidates are raced."""
+"""Number of candidates that are proposed for each of a round's m places if candidates are raced."""
 
 _MAX_ROUNDS_FACTOR = 4
 """A search with a fixed number of evaluations runs at most this many times T rounds."""
 
 DEFAULT_BLOCK = 128
-"""Questions that a candidate is asked in full."""
+"""Number of questions that a candidate is asked if it is not dropped."""
 
 DEFAULT_LIST = 5
-"""Proposals in a reply of a model behind an endpoint: one for each purpose."""
+"""Number of proposals in a reply of a model behind an endpoint: one for each purpose."""
 
 
 def _require_known_policy(name: str) -> str:
@@ -65,7 +65,7 @@ def _require_known_policy(name: str) -> str:
 
 
 def _read_budget(said: object) -> int | str:
-    """K, or a share of N in its shortest form."""
+    """Parse a budget to K, or to a share of N in its shortest form."""
     try:
         return BudgetCall.parse(said).rule()
     except BudgetError as error:
@@ -98,15 +98,15 @@ _OWN_FIELDS = (
     "stream",
     "n",
 )
-"""Fields of a request that the search sets."""
+"""Fields of a request that the search itself sets."""
 
 
 def _read_options(text: object) -> object:
-    """JSON, as text or in a file."""
+    """Parse JSON from a text, or from the file that it names."""
     if not isinstance(text, str):
         return text
     fix = """give an object, such as '{"reasoning_effort": "high"}', or a file that holds one"""
-    # Without ": ", which ends what is wrong.
+    # The name must not have ": ", which would end the reason in the message.
     name = ascii(text[:80]).replace(": ", ":")
     try:
         is_file = not text.lstrip().startswith(("{", "["))
@@ -186,7 +186,7 @@ class SearchChoices(FrozenModel):
         description="candidates may rank tokens before the patch merger; for models that have one",
     )
     positions: Positions = Field(
-        default="packed",  # as in ledgers without it
+        default="packed",  # the value of ledgers without this field
         exclude_if=lambda positions: positions == "packed",
         description="where kept tokens stand under candidates: true, spread or packed",
     )
@@ -264,7 +264,7 @@ class Settings(SearchChoices):
 
     @property
     def source_budget(self) -> int:
-        """The largest K of the first budget, which is written into the candidates' states."""
+        """The largest K of the first budget; the candidates' states have this budget."""
         budget = self.budgets[0]
         return (
             budget if isinstance(budget, int) else BudgetCall.parse(budget).range()[1]
@@ -277,7 +277,7 @@ class Settings(SearchChoices):
 
     @property
     def races(self) -> bool:
-        """Whether candidates are dropped after a part of the examples, and more proposed."""
+        """Whether candidates are raced: more are proposed, and most are dropped early."""
         return self.strategy == "autoprune+"
 
     @property
@@ -297,7 +297,7 @@ class Settings(SearchChoices):
 
     @property
     def objective_text(self) -> str:
-        """What the objective is, with its unit."""
+        """Name of the objective, with its unit."""
         what = (
             "mean log-probability of the reference answer less the full-token model's"
         )
@@ -307,7 +307,7 @@ class Settings(SearchChoices):
 
 
 class EvaluationOptions(FrozenModel):
-    """Where questions and served models are."""
+    """Locations of the questions and the served models."""
 
     data: Path | None = Field(
         default=None,
@@ -339,7 +339,7 @@ class EvaluationOptions(FrozenModel):
 
 
 class ProposerOptions(FrozenModel):
-    """Where the language model is, how it is asked, and limits on its cost."""
+    """Address, sampling and cost limits of the language model."""
 
     proposer_url: str | None = Field(
         default=None,

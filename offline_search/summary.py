@@ -1,7 +1,7 @@
-"""Summary H_t of Algorithm 2: what the rounds so far measured, as prompts tell it.
+"""Summary H_t of Algorithm 2: the measurements of all rounds so far, as prompts present them.
 
 Scores and differences are explained once, in :mod:`offline_search.task`. Every candidate that is
-named is printed once, in one notation: as changes of its parent where that is printed as well.
+named is printed once: as changes of its parent if the parent is printed, else as a whole.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.transfer import Change, list_changes
 
 _MAX_BEST = 10
-"""Best candidates of different structures that a summary lists."""
+"""Number of best candidates, of different structures, that a summary lists."""
 
 _MAX_ROUNDS = 10
-"""Last rounds whose scores a summary lists."""
+"""Number of last rounds whose scores a summary lists."""
 
 _MAX_FAILURES = 3
 _MAX_CHANGES = 6
@@ -49,18 +49,18 @@ _TITLE_OF_BEST = (
 )
 
 _SAME = 0.01
-"""Values that differ by less count as the same."""
+"""Difference in a value below which two answers count as equally good."""
 
 _OUTCOMES: Mapping[Verdict, Expectation] = {
     "better": "higher",
     "worse": "lower",
     "same": "same",
 }
-"""The expectation that a verdict confirms."""
+"""The expectation that each verdict confirms."""
 
 
 def summarize(history: History) -> str:
-    """H_t: loss by category, trend, best candidates, the last round, dropped ones, failures."""
+    """The summary H_t: loss by category, trend, best, last and dropped candidates, failures."""
     return "\n".join(_Summary(history).lines())
 
 
@@ -71,7 +71,7 @@ def format_score(value: float | None) -> str:
 
 @dataclass(frozen=True)
 class _Summary:
-    """What a summary prints, of one history."""
+    """The parts of the summary of one history."""
 
     history: History
 
@@ -94,7 +94,7 @@ class _Summary:
 
     @cached_property
     def sections(self) -> Mapping[str, Sequence[Trial]]:
-        """The candidates that are printed by title, each in the first section that it fits."""
+        """Candidates to print by title of the section; each is in the first section that fits."""
         history = self.history
         parents = {name for trial in self.latest for name in trial.proposal.parents[:1]}
         same_as = {
@@ -157,7 +157,7 @@ class _Summary:
         yield from self._describe_failures()
 
     def _describe_categories(self) -> Iterator[str]:
-        """A row for each category, with the question of it that the leader answers worst."""
+        """A row for each category, with the question in it that the leader answers worst."""
         history = self.history
         if not history.examples:
             return
@@ -186,7 +186,7 @@ class _Summary:
             yield f"- {name}: {', '.join(figures)}; {self._find_worst_question(name)}"
 
     def _find_worst_question(self, category: str) -> str:
-        """The question of a category that the leader, or else the base policy, loses most at."""
+        """The question of a category on which the leader, or else the base policy, loses most."""
         history = self.history
         values = history.best_values()
         rows = [
@@ -260,7 +260,7 @@ class _Summary:
             yield "reassembly changes no row"
 
     def _count_changed(self, trial: Trial) -> Iterator[str]:
-        """On how many questions a candidate is better and worse than a parent that is printed."""
+        """Numbers of questions on which a candidate is better or worse than its printed parent."""
         parent = (*trial.proposal.parents[:1], BASE_PARENT)[0]
         reference = self.history.values_of(parent)
         values = self.history.values(trial)
@@ -283,7 +283,7 @@ class _Summary:
             acting.pop("constraints", None)
             return f"exchanges nothing, with {_dump(acting)}"
         parent = self.printed.get((*trial.proposal.parents, "")[0])
-        # The changes of a scoring that is not printed would tell nothing.
+        # Changes of a scoring that is not printed would not be understood.
         if parent is not None and parent.state and not _is_idle(parent.state):
             old = components_json(parent.state)
             new = components_json(state)
@@ -297,14 +297,14 @@ class _Summary:
         return _dump(compact_json(state, names_bases))
 
     def _describe_ties(self) -> Iterator[str]:
-        """Which of the best may be as high as the leader."""
+        """The candidates that may score as high as the leader."""
         tied = self.history.tied() if self.history.resolution else []
         if tied:
             names = ", ".join(trial.name for trial in tied[:_MAX_BEST])
             yield f"Not known to differ from {self.leader.name}: {names}."
 
     def _describe_hypotheses(self) -> Iterator[str]:
-        """A line for each hypothesis of the last round; none without any."""
+        """One line for each hypothesis of the last round."""
         tested = [trial for trial in self.latest if trial.proposal.hypothesis]
         if tested:
             yield "Hypotheses of the last round, with the difference to the parent:"
@@ -312,7 +312,7 @@ class _Summary:
             yield f"- {self._describe_hypothesis(trial)}"
 
     def _describe_hypothesis(self, trial: Trial) -> str:
-        """A hypothesis, the difference that tests it, and what that says."""
+        """A hypothesis, the difference that tests it, and the verdict on it."""
         history = self.history
         hypothesis = trial.proposal.hypothesis
         assert hypothesis is not None
@@ -355,7 +355,7 @@ class _Summary:
 
 
 def _judge(gap: Difference, expect: Expectation, resolution: float) -> str:
-    """Whether a difference confirms or refutes what was expected, or leaves it open."""
+    """Word for whether a difference confirms or refutes an expectation, or leaves it open."""
     verdict = gap.verdict(resolution)
     if verdict == "undecided":
         return "undecided"
@@ -365,13 +365,13 @@ def _judge(gap: Difference, expect: Expectation, resolution: float) -> str:
 
 
 def _is_idle(state: PruningState) -> bool:
-    """Whether nothing but the reassembly of a state acts."""
+    """Whether only the reassembly of a state acts: it has no exchange, order by quality or core."""
     exchanges = bool(state.constraints.selector.bounds(2)[0])
     return not (exchanges or state.orders_by_quality or state.core is not None)
 
 
 def _describe_change(change: Change, old: JsonValue, new: JsonValue) -> str:
-    """A change with the names of atoms in place of their positions."""
+    """Text of a change, with names of atoms in place of their positions."""
     names = list[str]()
     document = new if change.kind == "added" else old
     for part in change.where.split("/")[1:]:
@@ -394,7 +394,7 @@ def _describe_change(change: Change, old: JsonValue, new: JsonValue) -> str:
 
 
 def _format_value(value: JsonValue) -> str:
-    """A JSON value, numbers as short as they can be."""
+    """A JSON value as text, with numbers as short as possible."""
     return f"{value:g}" if isinstance(value, float) else _dump(value)
 
 

@@ -1,7 +1,7 @@
 """Task of the proposer, the same in all prompts of a search: goal, scores, language, reply.
 
-It comes first in a prompt, so that a server's prefix cache computes it once. It says what acts and
-how it is scored, and gives no advice on what to propose.
+It comes first in a prompt, so that a server's prefix cache computes it once. It explains the parts
+of a policy and how policies are scored; it gives no advice on what to propose.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _PLACES: Mapping[Positions, str] = {
     "spread": "evenly over the span of the whole image, in the order of rows",
     "packed": "one after the other, in the order of rows",
 }
-"""Where kept tokens stand for the language model."""
+"""Descriptions of the positions that kept tokens have for the language model."""
 
 _HOW_PARTS_ACT = """The kernel acts in reference_residual_exchange_selector where lam is set, \
 anchor_controlled_pool_dpp_selector and constrained_pool_dpp_selector; the partition, \
@@ -79,7 +79,7 @@ _OBJECTIVES: Mapping[Objective, str] = {
 
 @cache
 def describe_task(settings: Settings) -> str:
-    """The constant part of all prompts: what is designed, from what, and how it is scored."""
+    """The constant part of all prompts: the goal, the language, and how policies are scored."""
     is_small = settings.space != "all"
     language = f"""These atoms can be used:
 
@@ -129,12 +129,12 @@ it is undecided, so is the hypothesis."""
 
 
 def dump_policy(state: PruningState, settings: Settings) -> str:
-    """A whole policy as a reply has it."""
+    """JSON of a whole policy, in the form that a reply has."""
     return json.dumps(compact_json(state, bool(settings.bases)), separators=(",", ":"))
 
 
 def _describe_goal(settings: Settings) -> str:
-    """What is designed, from which base policy."""
+    """The goal: what has to be designed, and from which base policy."""
     budget = settings.budgets[0]
     policy = BASE_POLICIES[settings.base_policy]
     goal = (

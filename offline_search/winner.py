@@ -2,7 +2,7 @@
 
 The winner has the best lower bound of its paired gain over the base policy on search and validation
 examples together: the search split alone overestimates candidates that were lucky on it, and the
-validation split alone is a smaller sample. Of those that are tied it is the simplest. It is
+validation split alone is a smaller sample. Among tied candidates, the simplest wins. The winner is
 reported on the test split, beside the base policy on the same examples.
 """
 
@@ -33,8 +33,8 @@ from vllm_autoprune.tpdsl.state import PruningState
 class _Finalist:
     """One of the best candidates, with its scores on the validation split.
 
-    ``values`` ``(M + V,)`` are those of the questions of the search split, not a number where one
-    was not asked, and of the validation split.
+    ``values`` ``(M + V,)`` has the values on the questions of the search split, NaN if one was not
+    asked, followed by those of the validation split.
     """
 
     trial: Trial
@@ -42,7 +42,7 @@ class _Finalist:
     values: Floats
 
     def complexity(self, budget: int) -> float:
-        """Number of atoms, and q_e at this K among states of as many."""
+        """Sort key of simplicity at K = ``budget``: the number of atoms, then q_e."""
         state = self.trial.require_state()
         quota, _ = state.constraints.selector.bounds(budget)
         return len(structure(state)) + quota / 1000
@@ -50,10 +50,10 @@ class _Finalist:
 
 @dataclass(frozen=True)
 class _Finals:
-    """Finalists by name, and the base policy's values ``(M + V,)`` beside theirs.
+    """Finalists by name, and the base policy's values ``(M + V,)`` on the same questions.
 
-    ``compare`` corrects values for the difficulty of both splits' questions together: the shares
-    of the splits in what was asked differ between candidates, and so do their levels.
+    ``compare`` corrects values for the difficulty of questions, fitted on both splits together: the
+    splits differ in difficulty, and candidates differ in how many questions of each they answered.
     """
 
     finalists: Mapping[str, _Finalist]
@@ -71,8 +71,8 @@ class _Finals:
     def ranked(self, resolution: float, budget: int) -> list[str]:
         """Names by the one-standard-error rule (Breiman 1984).
 
-        First those within a standard error, and the resolution, of the best lower bound, the
-        simplest first; then the others by their lower bounds.
+        First are candidates that differ from the one with the best lower bound by at most a
+        standard error and the resolution, in order of simplicity; then all others by lower bound.
         """
         gains = self.gains
         best = max(gains, key=lambda name: gains[name].low, default="")
@@ -89,7 +89,7 @@ class _Finals:
 
 @dataclass(frozen=True)
 class HeldOutEvaluator:
-    """Measures states on whole splits, and chooses the winner of a search by them."""
+    """Measures states on held-out splits as a whole, and chooses the winner of a search."""
 
     settings: Settings
     evaluator: RecordedEvaluator
@@ -97,7 +97,7 @@ class HeldOutEvaluator:
     base: PruningState
 
     async def choose_winner(self, history: History) -> WinnerRecord:
-        """The winner of a search; raises :class:`SearchError` if none could be measured."""
+        """Choose the winner of a search; raises :class:`SearchError` if none could be measured."""
         finals = await self._confirm(history)
         for name in finals.ranked(history.resolution, self.settings.source_budget):
             winner = finals.finalists[name].trial
@@ -170,7 +170,7 @@ class HeldOutEvaluator:
         base: Comparison,
         objective: float | None,
     ) -> PruningState:
-        """The winner's state with its name and provenance, which are outside its digest."""
+        """The winner's state with a name and provenance, which do not change its digest."""
         settings = self.settings
         trial = finalist.trial
         state = trial.require_state()
@@ -197,7 +197,7 @@ class HeldOutEvaluator:
         return state.model_copy(update={"name": name, "provenance": provenance})
 
     async def compare(self, candidate: PruningState, split: Split) -> Comparison:
-        """Scores of a candidate on a split, and paired differences to the base policy."""
+        """Scores of a candidate on a split, and paired differences from the base policy."""
         examples = self.dataset.splits[split]
         values, answers = await self._measure(candidate, split)
         base_values, base_answers = await self._measure(self.base, split)

@@ -1,4 +1,4 @@
-"""What a strategy is, and those that leave every decision to a language model."""
+"""Base class of strategies, and strategies that leave every decision to a language model."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ class Round:
     count: int
     history: History
     context: str
-    """What prompts say before a request: facts of the images, and the summary of the history."""
+    """Text of prompts before a request: facts about the images, and the summary of the history."""
     rng: Random
     client: ProposalClient
     tied: frozenset[tuple[str, ...]]
-    """Structures that the optimizer leaves, because leaders of them are tied."""
+    """Structures of tied leaders, which the optimizer avoids."""
     position: str
-    """Which round of the search this is, for prompts."""
+    """Sentences of prompts that say which round of the search this is."""
     stage: Stage
-    """What proposals of a language model are asked for."""
+    """Stage of the search, which determines the purposes of proposals."""
 
     async def request(self, requests: Iterable[ProposalRequest]) -> list[Draft]:
-        """The drafts in the replies to concurrent requests, in their order."""
+        """Send requests concurrently; returns the drafts in their replies, in order of requests."""
         replies = await asyncio.gather(*map(self.client.request, requests))
         return [draft for drafts in replies for draft in drafts]
 
     async def request_improvements(self, settings: Settings, count: int) -> list[Draft]:
         """Request the first ``count`` drafts of a round, one by one or in lists.
 
-        Each improves on the best trial, or on the simplest state before one is measured. Requests
-        are concurrent, share their prompt, and are batched by the endpoint. The purposes of a list
-        follow those of the lists before it, over all rounds.
+        A draft has to improve on the best trial, or on the simplest state if none is measured yet.
+        Requests are concurrent, share a prompt prefix, and are batched by the endpoint. Purposes
+        continue from list to list, over all rounds.
         """
         history = self.history
         best = history.best()
@@ -83,8 +83,8 @@ _POPULATION_SIZE = 10
 class Strategy(ABC):
     """Proposes the candidates of a search, round by round.
 
-    Proposals must follow from settings, history and random generator alone, so that a search that
-    is run again on its ledger makes the same ones.
+    Proposals must depend only on settings, history and random generator, so that a search that is
+    run again on its ledger makes the same proposals.
     """
 
     uses_proposer = True
@@ -106,7 +106,7 @@ class Strategy(ABC):
     def draw_parents(
         ranked: Sequence[Trial], count: int, rng: Random, top: int = _POPULATION_SIZE
     ) -> list[Trial]:
-        """Different trials, each drawn by inverse rank among the ``top`` of those that are left."""
+        """Draw ``count`` distinct trials by inverse rank among the ``top`` not drawn yet."""
         parents: list[Trial] = []
         for _ in range(count):
             remaining = [trial for trial in ranked if trial not in parents] or ranked
@@ -121,14 +121,14 @@ class _AutoPrune(Strategy, name="autoprune"):
     """`autoprune`: Algorithm 2 of the paper; the model sees the best candidate and the summary."""
 
     async def propose(self, current: Round) -> list[Draft]:
-        """All candidates of the round by the model."""
+        """Request all candidates of the round from the model."""
         return await current.request_improvements(self._settings, current.count)
 
 
 class _EvoPrompting(Strategy, name="evoprompting"):
     """`evoprompting`: the model crosses two parents, drawn by rank from the best.
 
-    The first generation is proposed without history, until there are enough parents.
+    Until there are enough parents, candidates are proposed without history.
     """
 
     async def propose(self, current: Round) -> list[Draft]:

@@ -39,7 +39,7 @@ _INSPIRATIONS = 2
 
 
 class _OpenEvolve(Strategy, name="openevolve"):
-    """A minimal state and changes of it in the first round; after it, changes of parents."""
+    """Proposes changes of a minimal state in the first round, and changes of parents after it."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -54,7 +54,7 @@ class _OpenEvolve(Strategy, name="openevolve"):
         logging.getLogger("openevolve").setLevel(logging.ERROR)
 
     async def propose(self, current: Round) -> list[Draft]:
-        """Concurrent changes, whose parents come from one database of all earlier rounds."""
+        """Request changes concurrently; parents are from one database of all earlier rounds."""
         drafts = list[Draft]()
         number = current.number
         if number == 1:
@@ -64,7 +64,7 @@ class _OpenEvolve(Strategy, name="openevolve"):
         random.seed(current.rng.getrandbits(64))
         try:
             database = self._build_database(current.history)
-            # The islands of candidates in turn, over all rounds.
+            # Candidates are assigned to the islands in turn, over all rounds.
             start = (number - 1) * self._settings.per_round
             islands = len(database.islands)
             requests = []
@@ -88,9 +88,9 @@ class _OpenEvolve(Strategy, name="openevolve"):
         return [*drafts, *await current.request(requests)]
 
     def _build_database(self, history: History) -> ProgramDatabase:
-        """All states so far, in order, or that of the first round before it is measured.
+        """Database of all states so far in order; before any is measured, of the minimal state.
 
-        A child goes to the island that it was sampled for, as in OpenEvolve's controller.
+        A child is added to the island that it was sampled for, as in OpenEvolve's controller.
         """
         from openevolve.config import DatabaseConfig
         from openevolve.database import ProgramDatabase
@@ -180,9 +180,9 @@ class _StableHashString(str):
 
 
 def _apply_change(parent: str, reply: str) -> str:
-    """The parent with the changes of a reply; raises :class:`ValueError` if there are none.
+    """Apply the changes in ``reply`` to ``parent``; raises :class:`ValueError` if there are none.
 
-    Replies that leave the parent as it is are refused, as OpenEvolve does.
+    A reply that does not change the parent is refused, as by OpenEvolve.
     """
     from openevolve.config import Config
     from openevolve.utils.code_utils import apply_diff_blocks, extract_diffs

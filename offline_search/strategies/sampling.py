@@ -3,15 +3,15 @@
 `autoprune+` races candidates of TPE, mutation and crossover, with or without a proposer. A round
 proposes three times as many candidates as other strategies, because most of them are dropped after
 an eighth of the examples. A search starts with the paper's structure, every signal alone, and
-proposals of a model that writes lists; what is left of the first round has random states. Every
-further slot goes to one origin:
+proposals of a model that writes lists; the other slots of the first round get random states. Every
+later slot is assigned to an origin:
 
     llm        a state from a language model
     tpe        structure and numbers by TPE over all candidates, raced ones by their estimates
     mutation   one of the best with some choices changed
     crossover  choices of two of the best
 
-The best are taken from different structures, because variants of one would crowd out the others.
+The best have different structures, because variants of one would crowd out the others.
 Once the leaders are tied, mutations give way to random states, and crossovers and suggestions of
 TPE to suggestions of other structures.
 A language model gets at most three slots in ten; Centaur (arXiv 2603.24647) found more to be worse.
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
 _STARTUP_TRIALS = 10
-"""Random suggestions before the first of TPE."""
+"""Number of random suggestions before TPE's first."""
 
 
 class _RandomSearch(Strategy, name="random"):
@@ -61,7 +61,7 @@ class _RandomSearch(Strategy, name="random"):
     uses_proposer = False
 
     async def propose(self, current: Round) -> list[Draft]:
-        """Independent random states."""
+        """Draw independent random states."""
         source = RandomSource(current.rng)
         return [
             _sample_draft("random", source, self._settings)
@@ -101,13 +101,13 @@ def _sample_draft(origin: str, source: ChoiceSource, settings: Settings) -> Draf
 
 
 _MAX_SUGGESTIONS = 20
-"""Suggestions until one has another structure than those that are tied."""
+"""Largest number of suggestions to find a structure that is not tied."""
 
 
 def _suggest(
     study: optuna.Study, tied: Collection[tuple[str, ...]], settings: Settings
 ) -> tuple[Draft, optuna.Trial]:
-    """A suggestion of TPE, if possible of another structure than those that are tied."""
+    """A suggestion of TPE, if possible with a structure that is not in ``tied``."""
     for _ in range(_MAX_SUGGESTIONS):
         trial = study.ask()
         draft = _sample_draft("tpe", _SuggestedChoices(trial), settings)
@@ -150,9 +150,9 @@ class _SuggestedChoices:
 
 
 class _MeasuredPoint(ClippedChoices):
-    """Choices of a measured state, and the distributions that they are made from.
+    """Choices of a measured state, and the distributions that they belong to.
 
-    As a point of a study they are written without asking the sampler, which takes 50 ms a point.
+    They are added to a study without asking the sampler, which would take 50 ms a point.
     """
 
     def __init__(self, choices: Mapping[str, Choice]) -> None:
@@ -180,13 +180,13 @@ class _MeasuredPoint(ClippedChoices):
 
 
 _BEST_STRUCTURES = 5
-"""Structures that further candidates are derived from, each represented by its best trial."""
+"""Number of structures, represented by their best trials, from which candidates are derived."""
 
 _CORE_SHARES = (0.5, 0.75)
-"""Shares of the core of warm starts, in a search of cores."""
+"""Core shares of the warm starts in a search of cores."""
 
 _MODEL_SHARE = 0.3
-"""Share of a round's slots that a language model gets."""
+"""Share of a round's slots that are assigned to a language model."""
 
 _ORIGINS = ("tpe", "mutation", "tpe", "crossover", "tpe", "mutation")
 """Origins of the slots in turn: half by TPE, a third mutations, the others crossovers."""
@@ -206,7 +206,7 @@ class _AutoPrunePlus(Strategy, name="autoprune+"):
     async def propose(self, current: Round) -> list[Draft]:
         """Proposals of the model, then warm starts, then derived candidates.
 
-        In place of the last there are random states until something is measured.
+        Until something is measured, random states replace the derived candidates.
         """
         history = current.history
         settings = self._settings
@@ -217,7 +217,8 @@ class _AutoPrunePlus(Strategy, name="autoprune+"):
         writes = self.uses_proposer and (settings.proposals_per_reply > 1 or best)
         written_count = int(_MODEL_SHARE * current.count) if writes else 0
         slots = current.count - written_count
-        # In small rounds warm starts alone would fill several; the others are next in later rounds.
+        # Warm starts would fill several small rounds, so they take half of a round; the
+        # remaining ones wait for later rounds.
         count = slots // 2 if best else slots
         starts = self._warm_starts[:count]
         self._warm_starts = self._warm_starts[count:]
@@ -269,11 +270,11 @@ class _AutoPrunePlus(Strategy, name="autoprune+"):
 def _warm_start_states(settings: Settings) -> list[PruningState]:
     """The paper's structure at its q_e and at K, then every signal alone with q_e = K.
 
-    Which signals matter differs from model to model: alone, a signal shows it in one evaluation,
-    among several it takes many. q_e is K because with a weak base policy a full exchange may be
-    best. A search of cores starts with two of them as well, after the paper's own state, and a
-    search of where tokens are ranked with that state ranking before the merger. A search of base
-    policies has each alone, where any state may be a candidate.
+    Which signals matter differs from model to model: one evaluation shows it for a signal alone,
+    but many are needed for a signal among others. q_e is K, because with a weak base policy a full
+    exchange may be best. After the paper's state, a search of cores also starts with two cores, and
+    a search of the place of ranking with the paper's state ranked before the merger. A search of
+    base policies also starts with every base policy alone, if the space is not restricted.
     """
     paper = paper_state(settings)
     components = components_json(paper)
@@ -295,5 +296,5 @@ def _warm_start_states(settings: Settings) -> list[PruningState]:
             for name in atom_names("scoring", settings)
         ),
     ]
-    # With a small K or in a small space, some of them are equal.
+    # With a small K or in a small space, some of the states are equal.
     return list({state.digest: state for state in states}.values())
