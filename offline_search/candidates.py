@@ -251,7 +251,7 @@ one tile; other base policies cannot be written in atoms."""
 
 
 def base_in_atoms(settings: Settings) -> PruningState | None:
-    """The search's base policy written in atoms, as an exchange of all picks; None if it cannot."""
+    """The search's base policy as an exchange in atoms; None if it cannot be written in atoms."""
     parts = _BASES_IN_ATOMS.get(settings.base_policy)
     if parts is None:
         return None

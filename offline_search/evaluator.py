@@ -57,7 +57,7 @@ _DECIMALS = 5
 
 @dataclass(frozen=True, slots=True)
 class EvaluationJob:
-    """Examples ``start`` to ``stop`` of a split at K = ``budget``; unpruned without a candidate."""
+    """Examples ``start`` to ``stop`` of a split at K = ``budget``; no candidate means unpruned."""
 
     candidate: PruningState | None
     budget: int | str

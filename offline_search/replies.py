@@ -300,7 +300,7 @@ class _SchemaReducer:
         return reduced
 
     def reduce_fields(self, fields: JsonObject) -> JsonObject:
-        """Fields with limits on lists and q_e, without r_min where it follows."""
+        """Reduce fields: limit list lengths and q_e, and drop r_min if it follows from q_e."""
         settings = self._settings
         reduced = {name: self._reduce(item) for name, item in fields.items()}
         if settings.library != "paper":

@@ -107,7 +107,7 @@ class _SearchReport:
         return sum(trial.result.examples for trial in self.trials)
 
     def curve(self) -> list[tuple[int, float]]:
-        """(answers of the search split so far, best objective so far) at every improvement.
+        """Points (answers so far, best objective so far) on the search split, at improvements.
 
         Questions that are asked again do not count; objectives are over the questions of a round.
         """
@@ -470,7 +470,7 @@ class ProgressLog:
             self._write(f"gives up: the last {count} candidates were invalid or unsafe")
 
     def on_plateau(self, standing: Standing, budget: int) -> None:
-        """Write that nothing better is found, and what follows from it."""
+        """Write that a plateau is reached, and its consequence."""
         within = f"within {standing.resolution:.4f} or two standard errors"
         text = f"the best {len(standing.tied) + 1} are tied {within}"
         text += "; the search goes on with other structures"

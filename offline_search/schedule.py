@@ -121,7 +121,7 @@ class Plateau:
     since: int = 0
 
     def update(self, history: History, number: int, share: float) -> None:
-        """Take a round into account, with the share of the search that is done after it."""
+        """Update the level after round ``number``, when ``share`` of the search is done."""
         resolution = history.resolution
         if not resolution:
             return

@@ -231,7 +231,7 @@ class _Recording:
 async def replay(
     recording: Path, into: Path, data: Path, images: int | None = None
 ) -> tuple[WinnerRecord, str, str]:
-    """Call :func:`replay_on` with a data folder, of which ``images`` limits the images a split."""
+    """:func:`replay_on` a data folder, of which at most ``images`` images a split are read."""
 
     def read(settings: Settings) -> Dataset:
         # The seed determines the order of the questions, and with ``images`` their selection.

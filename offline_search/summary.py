@@ -399,7 +399,7 @@ def _format_value(value: JsonValue) -> str:
 
 
 def _shorten(value: JsonValue) -> JsonValue:
-    """A call without its defaults; any other value as it is."""
+    """A call of an atom without its defaults; any other value is returned unchanged."""
     if not isinstance(value, dict) or value.get("atom") not in ATOMS.names():
         return value
     call = ATOMS[str(value["atom"])].call.model_validate(value)

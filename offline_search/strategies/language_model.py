@@ -132,7 +132,7 @@ class _EvoPrompting(Strategy, name="evoprompting"):
     """
 
     async def propose(self, current: Round) -> list[Draft]:
-        """Concurrent requests, each with its own pair of parents."""
+        """Request candidates concurrently; every request has its own pair of parents."""
         settings = self._settings
         count = current.count
         number = current.number

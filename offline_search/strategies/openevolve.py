@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _TOP_STATES = 3
 _INSPIRATIONS = 2
-"""States shown beside the parent: few, because a prompt has to fit a small model."""
+"""Number of states shown beside the parent; it is low, so that a prompt fits a small model."""
 
 
 class _OpenEvolve(Strategy, name="openevolve"):

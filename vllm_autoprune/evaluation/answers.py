@@ -194,7 +194,7 @@ def _is_inside(answer: str, part: str) -> bool:
 
 
 def _list_key_parts(text: str) -> list[str]:
-    """The shortest end of each sentence that follows a key word; without any, the whole text."""
+    """For each sentence, the shortest end after a key word; the whole text if there is none."""
     text = text.strip().strip(".").lower()
     sentences = text.split("\n")
     parts = list[str]()

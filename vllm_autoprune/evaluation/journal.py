@@ -33,7 +33,7 @@ EVENLY = "opencv"
 """vLLM's video loader with evenly spaced frames; some models' loaders take a fixed frame rate."""
 
 Arm = Literal["full", "random", "norm", "resized", "base", "autoprune", "found"]
-"""How tokens are selected: ``full`` keeps all, ``random`` any, ``norm`` those of largest norm;
+"""How tokens are selected: ``full`` keeps all, ``random`` a random set, ``norm`` the largest norms;
 ``resized`` shrinks the image; ``base`` is a base policy alone, ``autoprune`` adds the shipped
 residual to one, and ``found`` is another state that the user named."""
 
@@ -276,8 +276,8 @@ class Journal(RecordFile[Record]):
         """Append those of ``records`` that are new, in one write.
 
         Raises :class:`EvaluationError` if the set-up, a case or a question differs from its earlier
-        record, or if the file cannot be written. Whether a server refuses a case or has its state
-        may differ: another start of the server may serve it.
+        record, or if the file cannot be written. ``refused`` and ``served`` of a case may differ,
+        because the server may have been started anew.
         """
         new = []
         for record in records:

@@ -1,4 +1,4 @@
-"""The page of an evaluation: its answer, pruning or resizing, what changed most, and all tables."""
+"""The page of an evaluation: result, comparison with resizing, changed answers, and tables."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ def _rival(report: Report) -> str:
 
 
 def _describe_difference(report: Report, overall: Comparison) -> str:
-    """Who wins, and by how much."""
+    """Text on whether pruning or the alternative wins, and by how much."""
     verdict = _VERDICTS[overall.winner].format(rival=_rival(report))
     text = f"{verdict}, {_format(overall.difference)} points "
     if report.setup.score == "right":

@@ -462,9 +462,8 @@ def _decode(content: bytes) -> tuple[str, Image.Image]:
         image.load()  # decodes the pixels; `verify` would not
         with contextlib.suppress(Exception):
             image = ImageOps.exif_transpose(image)
-        if (
-            image.mode == "RGB"
-        ):  # vLLM does not convert it, even with a transparent colour
+        # vLLM returns RGB as it is, even with a transparent colour.
+        if image.mode == "RGB":
             return kind, image
         if not (image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info):
             return kind, image.convert("RGB")

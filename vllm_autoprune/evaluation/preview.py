@@ -1,4 +1,4 @@
-"""What an evaluation would ask, without a server: its cases, and its first questions in words."""
+"""Preview of an evaluation without a server: its cases, and the text of its first questions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions of a file or folder, each problem with its place."""
+"""Reads the questions of a file or folder, and reports every problem with its place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The questions of a file, asked of a running server in every case."""
+"""Suite that asks a running server the questions of a file, once for each case."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class _Example(FrozenModel):
     unpruned: str
     pruned: str | None
     per_token: float
-    """ln p a token of the unpruned model's answer, minus its value in the unpruned model."""
+    """ln p per token of the unpruned model's answer, minus its value in the unpruned model."""
 
 
 class Report(FrozenModel):
@@ -283,8 +283,8 @@ def _correlate_with_accuracy(
 def choose_examples(contents: Contents) -> list[tuple[float, Answer]]:
     """Answers that differ from the unpruned model's, in the case that a report is about.
 
-    There is one for an image. Each comes with its ln p a token minus that of the unpruned model;
-    the largest falls are first.
+    There is one for an image. Each comes with its ln p per token minus that of the unpruned
+    model; the largest falls are first.
     """
     case = _choose_case(contents.cases.values())
     full = contents.answers.get("full", {})

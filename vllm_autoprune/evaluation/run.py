@@ -318,7 +318,7 @@ class _CaseBuilder:
         return "norm" if alone.digest == self._norm.digest else "base"
 
     def _find_arm(self, state: PruningState) -> Arm:
-        """Arm of a state that exchanges tokens."""
+        """Arm of a state with an exchange: ``autoprune`` for the shipped one, else ``found``."""
         shipped = _residual_on(state.base_policy.name, self._frames > 0)
         return "autoprune" if state.digest == shipped.digest else "found"
 

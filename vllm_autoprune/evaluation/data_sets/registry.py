@@ -113,9 +113,8 @@ class Record(NamedTuple):
         """The first of ``names`` that is a file or folder in the folders of the data, or None."""
         for name in names:
             for folder in self.file.folders:
-                with contextlib.suppress(
-                    OSError, ValueError
-                ):  # too long, or with a NUL
+                # OSError: the name is too long; ValueError: it has a NUL.
+                with contextlib.suppress(OSError, ValueError):
                     if (folder / name).exists():
                         return name
         return None
@@ -159,8 +158,8 @@ def data_set(
 ) -> Callable[[Reader], Reader]:
     """Register the decorated reader for records that match a :class:`Layout` of these arguments.
 
-    Arguments are names of columns separated by spaces. If a record matches several data sets, it
-    is read as the one with the most ``columns``.
+    Names of columns are separated by spaces. A record that matches several data sets is read as
+    the one with the most ``columns``.
     """
 
     def register(read: Reader) -> Reader:
@@ -266,8 +265,7 @@ def make_question(
     rule: Rule = "text",
     accepted: Sequence[str] = (),
 ) -> AskedQuestion:
-    """The question with ``fields`` of :class:`Line`, of which those that are None count as absent.
-
+    """Make a question of ``fields``, which are those of :class:`Line`; None counts as absent.
     ``accepted`` replaces the answers in ``fields``. Ten answers are scored by VQAv2's rule in
     place of ``text``.
     """
