@@ -64,6 +64,10 @@ def test_what_flags_and_states_say_is_used_and_the_rest_is_assumed(
     ):
         traffic = run_json(capsys, f"{ENOUGH} 2 {flags} --state", split)["traffic"]
         assert (traffic["budget"], traffic["core"]) == (budget, core)
+    traffic = run_json(
+        capsys, f"{ENOUGH} 2 --tokens 40 --state", "autoprune-llava-1.5-7b-k64"
+    )["traffic"]
+    assert traffic["budget"] == 40, "K of an image is at most N"
     call = "advise --questions 2 --tokens 640 --tower-ms 1 --prefill-ms-per-token 0.2"
     record = run_json(capsys, f"{call} --block-size 0")
     assert record["seconds"]["prefill"] == pytest.approx(0.0002)

@@ -28,6 +28,7 @@ from vllm_autoprune.cli.commands import SUMMARIES, doctor
 from vllm_autoprune.cli.description import describe_policy, list_parts
 from vllm_autoprune.cli.main import main, parser
 from vllm_autoprune.cli.output import format_definitions, format_table
+from vllm_autoprune.tpdsl.atoms.safety import SafetyRecord, Verdict
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.loading import shipped_states
 
@@ -306,6 +307,20 @@ def test_diff_puts_what_decides_side_by_side(
         } == changes
         assert record["same_behaviour"] == (row[:4] == "both")
     assert row in " ".join(run(capsys, "diff", "autoprune", other).split())
+
+
+def test_a_state_that_fails_its_safety_check_is_not_written(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = SafetyRecord((Verdict("determinism", False, "two runs differ"),))
+    monkeypatch.setattr(
+        "vllm_autoprune.cli.commands.states.check_transfer", lambda *_: failed
+    )
+    call = ("materialize", "autoprune", "--budget", "16")
+    output = run(capsys, *call, "-o", str(tmp_path / "next.json"), status=1)
+    assert "safety check: fails; nothing is written" in output
+    assert "FAIL determinism: two runs differ" in output
+    assert not [*tmp_path.iterdir()]
 
 
 def test_materialize_writes_a_state_and_its_changes(
