@@ -18,6 +18,9 @@ Verdict = Literal["better", "worse", "same", "undecided"]
 
 _MINIMUM_IMAGES = 4
 
+SMALLEST_CHANGE = 0.01
+"""Values of a question that differ by no more count as unchanged."""
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -117,6 +120,41 @@ def compare(
     sums = np.bincount(images, terms)
     count = len(np.unique(images[np.isfinite(values) | np.isfinite(reference)]))
     return Difference(mean, math.sqrt(count / (count - 1) * float(sums @ sums)))
+
+
+@dataclass(frozen=True, slots=True)
+class PairedDifference:
+    """Difference of two policies over the ``questions`` that both were asked.
+
+    ``rises`` and ``falls`` count the questions whose value changes by more than
+    :data:`SMALLEST_CHANGE`.
+    """
+
+    mean: Difference
+    questions: int
+    rises: int
+    falls: int
+
+
+def compare_paired(
+    examples: Sequence[Example], values: Floats, reference: Floats
+) -> PairedDifference:
+    """Plain mean of the differences of values ``(M,)``, with its standard error over images.
+
+    values, reference: not a number where a question was not asked.
+    """
+    changes = values - reference
+    is_shared = np.isfinite(changes)
+    return PairedDifference(
+        mean=compare(
+            examples,
+            np.where(is_shared, values, np.nan),
+            np.where(is_shared, reference, np.nan),
+        ),
+        questions=int(is_shared.sum()),
+        rises=int(np.sum(changes > SMALLEST_CHANGE)),
+        falls=int(np.sum(changes < -SMALLEST_CHANGE)),
+    )
 
 
 def fit_difficulty(values: Floats) -> Floats:

@@ -17,7 +17,15 @@ from numpy.typing import NDArray
 
 from offline_search.candidates import BASE_PARENT
 from offline_search.components import structure
-from offline_search.differences import Difference, Strata, compare, fit_difficulty
+from offline_search.differences import (
+    Difference,
+    PairedDifference,
+    Strata,
+    Verdict,
+    compare,
+    compare_paired,
+    fit_difficulty,
+)
 from offline_search.ledger import ProposalRecord, Standing, TrialRecord
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.statistics import Floats
@@ -133,6 +141,18 @@ class Trial:
         if self.state is None:
             raise ValueError(f"candidate {self.name} has no state")
         return self.state
+
+
+@dataclass(frozen=True, slots=True)
+class CategoryMean:
+    """Mean value of a trial over the ``questions`` of a category that it was asked.
+
+    ``base`` is the mean of the base policy over the same questions.
+    """
+
+    questions: int
+    value: float
+    base: float
 
 
 _MAX_LEADERS = 3
@@ -311,32 +331,51 @@ class History:
             self.examples, values, reference_values, self.difficulty(), self._strata()
         )
 
+    def compare_paired(self, trial: Trial, reference: Trial) -> PairedDifference:
+        """Difference of two trials over the questions that both were asked."""
+        values = self.values(trial)
+        reference_values = self.values(reference)
+        if values is None or reference_values is None or not self.examples:
+            return PairedDifference(Difference(0.0, math.inf), 0, 0, 0)
+        return compare_paired(self.examples, values, reference_values)
+
+    def usual_reach(self) -> float:
+        """Two standard errors of a usual difference of leaders on the questions asked so far."""
+        return self.reach(max(self.count_questions(self.base), 1))
+
+    def judge(self, gap: Difference) -> Verdict:
+        """Verdict on a difference for prompts, where :meth:`usual_reach` may be the resolution.
+
+        The same, where two standard errors either way lie within the resolution.
+        """
+        verdict = gap.verdict(self.resolution)
+        if verdict in ("better", "worse"):
+            return verdict
+        resolution = self.resolution or self.usual_reach()
+        is_within = abs(gap.value) + 2 * gap.error <= resolution
+        return "same" if is_within else "undecided"
+
     def count_categories(self) -> dict[str, int]:
         """Number of questions by category that any trial was asked so far."""
         rows = np.flatnonzero(self._population())
         return dict(Counter(self.examples[row].category for row in rows))
 
-    def by_category(self, trial: Trial) -> dict[str, Difference]:
-        """Estimate, with standard error, in each category of the questions that a trial was asked.
-
-        The error is that of the values after subtraction of the questions' difficulty.
-        """
+    def by_category(self, trial: Trial) -> dict[str, CategoryMean]:
+        """Plain means of a trial's values in the categories that it was asked questions of."""
         values = self.values(trial)
-        scores = dict[str, Difference]()
+        means = dict[str, CategoryMean]()
         if values is None:
-            return scores
-        difficulty = self.difficulty()
+            return means
         names = np.array([example.category for example in self.examples])
         for name in self.count_categories():
-            rows = np.flatnonzero((names == name) & self._population())
-            if np.isfinite(values[rows]).any():
-                examples = [self.examples[row] for row in rows]
-                level = float(np.mean(difficulty[rows]))
-                answered = np.isfinite(values[rows])
-                expected = np.where(answered, difficulty[rows], np.nan)
-                gap = compare(examples, values[rows], expected)
-                scores[name] = Difference(gap.value + level, gap.error)
-        return scores
+            rows = np.flatnonzero((names == name) & np.isfinite(values))
+            if rows.size:
+                means[name] = CategoryMean(
+                    questions=len(rows),
+                    value=float(values[rows].mean()),
+                    base=float(self.base_values[rows].mean()),
+                )
+        return means
 
     def _population(self) -> NDArray[np.bool_]:
         """Mask ``(M,)`` of the questions asked so far, all of which the base policy was asked."""

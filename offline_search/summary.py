@@ -19,8 +19,8 @@ from pydantic import JsonValue
 
 from offline_search.candidates import BASE_PARENT, Expectation
 from offline_search.components import BASE, compact_json, components_json
-from offline_search.differences import Difference, Verdict
-from offline_search.history import History, Trial
+from offline_search.differences import SMALLEST_CHANGE, PairedDifference, Verdict
+from offline_search.history import CategoryMean, History, Trial
 from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.transfer import Change, list_changes
@@ -36,27 +36,26 @@ _MAX_CHANGES = 6
 _MAX_DROPPED = 8
 
 _CANDIDATES = (
-    "Candidates: score, on how many questions (difference to {leader}, which leads; scores by "
-    "category ± their standard errors; on how many questions it is better and worse than its "
-    "parent{exchanges}); policy."
+    "Candidates: score, on how many questions (differences to {leader}, which leads, and to its "
+    "parent, over the questions that both were asked, with the number of those where it is up and "
+    "down by more than {smallest}; by category the mean of its answers, and where it was not asked "
+    "all questions of it, on how many, and the mean of base on the same{exchanges}); policy."
 )
 _EXCHANGES = (
-    "; tokens that it exchanges, and quality of the lowest pick and of the best other token, "
-    "means over images"
+    "; tokens that it exchanges; and, as means over images, quality of the lowest pick of the base "
+    "policy and of the best other token, both before the exchange"
 )
 _TITLE_OF_BEST = (
-    "Best candidates of different structures (a structure is the names of all atoms):"
+    "Best candidates, of those that were asked all questions of their round: one of each structure "
+    "(the names of all atoms):"
 )
-
-_SAME = 0.01
-"""Difference in a value below which two answers count as equally good."""
 
 _OUTCOMES: Mapping[Verdict, Expectation] = {
     "better": "higher",
     "worse": "lower",
     "same": "same",
 }
-"""The expectation that each verdict confirms."""
+"""The expectation that a verdict confirms, which is also the word that prompts have for it."""
 
 
 def summarize(history: History) -> str:
@@ -97,10 +96,11 @@ class _Summary:
         """Candidates to print by title of the section; each is in the first section that fits."""
         history = self.history
         parents = {name for trial in self.latest for name in trial.proposal.parents[:1]}
+        names = parents | {trial.name for trial in self.latest}
         same_as = {
             trial.result.same_as
-            for trial in self.latest
-            if trial.result.status == "same"
+            for trial in history.trials
+            if trial.result.status == "same" and trial.name in names
         }
         dropped = [
             trial for trial in history.trials if trial.result.status == "dropped"
@@ -136,16 +136,16 @@ class _Summary:
         """The summary, line by line."""
         history = self.history
         count = history.count_questions(history.base)
-        resolution = 1000 * history.resolution
-        meaning = "" if resolution else " (only equal scores are the same)"
-        yield f"Questions asked so far: {count}. Resolution: {resolution:.0f}{meaning}."
+        yield f"Questions asked so far: {count}.{self._describe_resolution()}"
         yield f"Base policy alone ({BASE_PARENT}): {format_score(history.estimate(history.base))}."
         yield from self._describe_categories()
         yield from self._describe_trend()
         if any(self.sections.values()):
             probed = any(trial.exchanges is not None for trial in self.printed.values())
             yield _CANDIDATES.format(
-                leader=self.leader.name, exchanges=_EXCHANGES if probed else ""
+                leader=self.leader.name,
+                smallest=f"{1000 * SMALLEST_CHANGE:.0f}",
+                exchanges=_EXCHANGES if probed else "",
             )
         for title, trials in self.sections.items():
             if trials:
@@ -156,6 +156,19 @@ class _Summary:
         yield from self._describe_hypotheses()
         yield from self._describe_failures()
 
+    def _describe_resolution(self) -> str:
+        """Sentence on the differences that count as the same; empty before any is known."""
+        history = self.history
+        if history.resolution:
+            return (
+                f" Resolution: {1000 * history.resolution:.0f}; a difference within it is neither "
+                "higher nor lower."
+            )
+        reach = 1000 * history.usual_reach()
+        if round(reach) <= 0:
+            return ""
+        return f" Resolution: {reach:.0f}, two standard errors of a usual difference of leaders."
+
     def _describe_categories(self) -> Iterator[str]:
         """A row for each category, with the question in it that the leader answers worst."""
         history = self.history
@@ -165,7 +178,7 @@ class _Summary:
         counts = history.count_categories()
         base = history.by_category(history.base)
         scores = history.by_category(leader)
-        losses = {name: counts[name] * gap.value for name, gap in scores.items()}
+        losses = {name: counts[name] * mean.value for name, mean in scores.items()}
         total = sum(losses.values())
         columns = f"score of base, score of {leader.name}"
         if leader is history.base:
@@ -177,10 +190,7 @@ class _Summary:
         for name in sorted(counts, key=lambda name: losses.get(name, 0.0)):
             figures = [str(counts[name]), format_score(base[name].value)]
             if leader is not history.base:
-                known = name in scores
-                figures.append(
-                    format_score(scores[name].value) if known else "not asked"
-                )
+                figures.append(_format_mean(scores.get(name), counts[name]))
             share = losses.get(name, 0.0) / total if total else 0.0
             figures.append(f"{round(100 * share)}%")
             yield f"- {name}: {', '.join(figures)}; {self._find_worst_question(name)}"
@@ -238,12 +248,13 @@ class _Summary:
     def _list_figures(self, trial: Trial) -> Iterator[str]:
         """Differences, scores by category, exchanges and idle parts of a measured candidate."""
         history = self.history
-        if trial is not self.leader and history.examples:
-            yield self._format_difference(history.compare(trial, self.leader))
-        for name, gap in history.by_category(trial).items():
-            error = f" ± {1000 * gap.error:.0f}" if np.isfinite(gap.error) else ""
-            yield f"{name} {format_score(gap.value)}{error}"
-        yield from self._count_changed(trial)
+        if history.examples:
+            for name in self._list_references(trial):
+                reference = history.find_measured(name)
+                assert reference is not None, "what is referred to was measured"
+                gap = history.compare_paired(trial, reference)
+                yield f"to {name} {self._format_difference(gap)}"
+        yield from self._list_categories(trial)
         state = trial.require_state()
         if trial.exchanges is not None and not _is_idle(state):
             yield f"exchanges {trial.exchanges:.1f} tokens"
@@ -259,19 +270,29 @@ class _Summary:
         if state.reassembly.idle:
             yield "reassembly changes no row"
 
-    def _count_changed(self, trial: Trial) -> Iterator[str]:
-        """Numbers of questions on which a candidate is better or worse than its printed parent."""
-        parent = (*trial.proposal.parents[:1], BASE_PARENT)[0]
-        reference = self.history.values_of(parent)
-        values = self.history.values(trial)
-        if parent not in self.printed or reference is None or values is None:
+    def _list_references(self, trial: Trial) -> Iterator[str]:
+        """Names of the leader, and of a printed parent, unless they are the candidate itself."""
+        if trial is not self.leader:
+            yield self.leader.name
+        name = (*trial.proposal.parents[:1], BASE_PARENT)[0]
+        parent = self.history.find_measured(name)
+        if parent is None or parent is trial or parent is self.leader:
             return
-        gaps = values - reference
-        shared = int(np.isfinite(gaps).sum())
-        better = int(np.sum(gaps > _SAME))
-        worse = int(np.sum(gaps < -_SAME))
-        if shared:
-            yield f"of {shared}, {better} better, {worse} worse than {parent}"
+        if name in self.printed:
+            yield name
+
+    def _list_categories(self, trial: Trial) -> Iterator[str]:
+        """Mean of each category that a candidate was asked, and those that it was not."""
+        means = self.history.by_category(trial)
+        counts = self.history.count_categories()
+        for name, mean in means.items():
+            text = f"{name} {_format_mean(mean, counts[name])}"
+            if mean.questions < counts[name]:
+                text += f" (base {format_score(mean.base)})"
+            yield text
+        missing = [name for name in counts if name not in means]
+        if missing:
+            yield f"not asked: {', '.join(missing)}"
 
     def _describe_policy(self, trial: Trial) -> str:
         """The candidate as changes of a parent that is printed, or as a whole."""
@@ -330,9 +351,10 @@ class _Summary:
             if hypothesis.expect == "same":
                 outcome = f"confirmed, it keeps the tokens of {parent}"
         else:
-            gap = history.compare(measured, reference)
-            verdict = _judge(gap, hypothesis.expect, history.resolution)
-            outcome = f"{self._format_difference(gap)}: {verdict}"
+            gap = history.compare_paired(measured, reference)
+            outcome = self._format_difference(gap)
+            if gap.questions:
+                outcome += _judge(gap, history.judge(gap.mean), hypothesis.expect)
         text = hypothesis.text or "no hypothesis"
         return f"{trial.name} ({purpose}): {text} => {outcome}"
 
@@ -347,21 +369,38 @@ class _Summary:
         for reason, count in reasons.most_common(_MAX_FAILURES):
             yield f"- {reason[:160]} ({count} times)"
 
-    def _format_difference(self, gap: Difference) -> str:
-        """A difference with its standard error and the verdict."""
-        error = f"{1000 * gap.error:.0f}" if np.isfinite(gap.error) else "unknown"
-        verdict = gap.verdict(self.history.resolution)
-        return f"{format_score(gap.value)} ± {error}, {verdict}"
+    def _format_difference(self, gap: PairedDifference) -> str:
+        """A difference with its standard error, its number of questions, and the verdict."""
+        if not gap.questions:
+            return "unknown, as no question was asked of both"
+        error = (
+            f"{1000 * gap.mean.error:.0f}" if np.isfinite(gap.mean.error) else "unknown"
+        )
+        verdict = self.history.judge(gap.mean)
+        return (
+            f"{format_score(gap.mean.value)} ± {error}, {_OUTCOMES.get(verdict, verdict)} "
+            f"(of {gap.questions}, {gap.rises} up, {gap.falls} down)"
+        )
 
 
-def _judge(gap: Difference, expect: Expectation, resolution: float) -> str:
-    """Word for whether a difference confirms or refutes an expectation, or leaves it open."""
-    verdict = gap.verdict(resolution)
+def _judge(gap: PairedDifference, verdict: Verdict, expect: Expectation) -> str:
+    """Whether a difference confirms or refutes what was expected; empty where it is undecided."""
     if verdict == "undecided":
-        return "undecided"
+        return ""
     if expect == _OUTCOMES[verdict]:
-        return "confirmed"
-    return "untested, no answer changed" if gap.value == gap.error == 0 else "refuted"
+        return ": confirmed"
+    is_unchanged = gap.mean.value == gap.mean.error == 0
+    return ": untested, no answer changed" if is_unchanged else ": refuted"
+
+
+def _format_mean(mean: CategoryMean | None, questions: int) -> str:
+    """The mean of a category of so many questions, and how many of them were asked if not all."""
+    if mean is None:
+        return "not asked"
+    scope = (
+        "" if mean.questions == questions else f" on {mean.questions} of {questions}"
+    )
+    return f"{format_score(mean.value)}{scope}"
 
 
 def _is_idle(state: PruningState) -> bool:

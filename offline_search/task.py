@@ -60,14 +60,13 @@ _EQUAL_SIGNALS = (
 
 _SCORES = """Scores: a score is {score}: 0 is as with all tokens, higher is better. All scores of \
 a prompt are on one scale: each is an estimate for all questions that were asked so far, whichever \
-of them its candidate was asked, corrected for how difficult those were. So all of them are \
-computed again after every round, and a score may differ from that in an earlier prompt; one of \
-few questions may be corrected to above 0. No error is printed of fewer than four images. A \
-candidate's score is the mean of its scores by category, weighted by their numbers of questions. A \
-difference is that of two scores, ± its standard error over images. It is *better* or *worse* if \
-it exceeds both two standard errors and the resolution, *same* if neither the difference nor two \
-standard errors exceed the resolution, else *undecided*. The resolution is what the questions of \
-this search can tell apart."""
+of them its candidate was asked, corrected for how difficult those were and weighted by category. \
+So all of them are computed again after every round, and a score may differ from that in an \
+earlier prompt; one of few questions may be corrected to above 0. A difference is the mean over \
+the n questions that both were asked, ± its standard error over images, which is unknown for fewer \
+than four; scores are estimates for all questions asked so far, so they need not differ by that. \
+It is *higher* or *lower* if it exceeds two standard errors, else *same* if it and two standard \
+errors, added, do not exceed the resolution, else *undecided*."""
 
 _OBJECTIVES: Mapping[Objective, str] = {
     "quality": "the mean log-probability of the reference answers less that of the model with all "
@@ -121,8 +120,7 @@ beginning with
 {purposes}
 - "hypothesis", a sentence of at most {MAX_HYPOTHESIS} characters: what the change does, and why
 - "parent", the name of the candidate that is changed, or "{BASE_PARENT}" for the base policy alone
-- "expect", the verdict on the difference to the parent's score: "higher" (better), "same" or \
-"lower" (worse)
+- "expect", the verdict on the difference to the parent: "higher", "same" or "lower"
 
 A hypothesis is confirmed where the verdict is as expected, and refuted where it is another; where \
 it is undecided, so is the hypothesis."""
