@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import cv2
 import numpy as np
 import pytest
 import torch
@@ -22,6 +21,7 @@ from benchmarks.yardsticks.examples import CHECKPOINTS, CLIP, LLAVA
 from tests.fake_server import fake_server
 from tests.serving.unit.samples import image as region_image
 from tests.tpdsl.samples import images, state
+from tests.videos import write_frames, write_video
 from vllm_autoprune import Grid, materialize, picture, refine
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.evaluation.pictures import read_video
@@ -330,21 +330,6 @@ def test_what_cannot_be_explained_is_refused(tmp_path: Path, capsys: Captured) -
 
 
 # ---- clips ----
-
-
-def write_frames(folder: Path, count: int, size: tuple[int, int] = (56, 28)) -> Path:
-    folder.mkdir()
-    for number in range(count):
-        Image.new("RGB", size, (5 * number, 0, 0)).save(folder / f"{number:03}.png")
-    return folder
-
-
-def write_video(path: Path, frames: int) -> Path:
-    video = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), 8.0, (112, 84))
-    for number in range(frames):
-        video.write(np.full((84, 112, 3), 6 * number, np.uint8))
-    video.release()
-    return path
 
 
 def test_clips_are_sampled_as_vllm_samples_them(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from benchmarks.common.requests import build_body, build_content
 from benchmarks.server import serve
 from benchmarks.yardsticks.examples import CLIP, LLAVA, draw_examples
 from tests.fake_server import Answer, Body, FakeServer, fake_server
+from tests.json_values import json_values
+from tests.modules import SOURCES, imported_modules
 from tests.offline_search.synthetic import (
     MODELS,
     completion,
@@ -31,8 +33,6 @@ from tests.offline_search.synthetic import (
     model_list,
 )
 from tests.tables import parametrize_from_file
-from tests.test_import_boundaries import SOURCES, imported_modules
-from tests.test_streams import json_values
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.connection import (
     Connection,

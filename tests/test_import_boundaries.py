@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import inspect
 import pickle
 import re
 import subprocess
 import sys
-from functools import cache
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 import pytest
 
 import vllm_autoprune
+from tests.modules import SOURCES, imported_modules
 from vllm_autoprune import errors
 from vllm_autoprune.errors import AutopruneError, Problem
-
-PACKAGE = Path(vllm_autoprune.__file__).parent
 
 # What a room may import of the rooms beside it: arrows point down only. Of serving, sorted by
 # process: API server and worker are separate processes and never import each other.
@@ -98,36 +94,6 @@ LAYERS = (
     {"benchmarks"},
 )
 HEAVY = {"vllm", "transformers"}
-
-
-def dotted(path: Path) -> str:
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-# Every module of the repository except tests, scripts and the entry point.
-SOURCES = {
-    dotted(path): path
-    for top in ("vllm_autoprune", "offline_search", "benchmarks")
-    for path in (PACKAGE.parent / top).rglob("*.py")
-}
-
-
-@cache
-def imported_modules(path: Path) -> frozenset[str]:
-    """Modules in the import statements of a file, wherever they stand.
-
-    Of ``from package import name`` it is the submodule, if the name is one, or else the package.
-    """
-    modules: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            modules.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module, f"{path.name}: a relative import"
-            names = (f"{node.module}.{alias.name}" for alias in node.names)
-            modules.update(name if name in SOURCES else node.module for name in names)
-    return frozenset(modules)
 
 
 def modules_of(name: str) -> set[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from benchmarks.common.requests import build_body, build_content
 from benchmarks.server import serve
 from benchmarks.yardsticks.examples import LLAVA, draw_examples
 from tests.fake_server import fake_server
+from tests.json_values import json_values
 from vllm_autoprune.stream import EMPTY, parse_stream
 
 Figures = tuple[int, int, str, int | None, int | None, str | None]
@@ -299,18 +299,6 @@ def test_no_cut_changes_what_is_read(
         end = body.index(event.encode(), end) + len(event.encode())
         ends.append(max(low for low, piece in reads if low <= end and piece))
     assert [*answer.deltas] == ends
-
-
-def json_values(names: str, texts: Sequence[str] = ("",)) -> st.SearchStrategy[str]:
-    """JSON of objects with fields of these names, of other values and of lists."""
-    plain = st.none() | st.booleans() | st.integers() | st.floats()
-    return st.recursive(
-        plain | st.text(st.characters(), max_size=3) | st.sampled_from(texts),
-        lambda inner: (
-            st.lists(inner, max_size=3)
-            | st.dictionaries(st.sampled_from(names.split()), inner, max_size=6)
-        ),
-    ).map(json.dumps)
 
 
 EVENTS = json_values(

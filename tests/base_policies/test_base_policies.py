@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.tpdsl.samples import images, mapped, plain, state
-from tests.tpdsl.test_properties import BASES
+from tests.tpdsl.soundness import BASES
 from vllm_autoprune import Grid, Instruction, SelectionError, VisualTokens
 from vllm_autoprune.tpdsl.base_policy import (
     BASE_POLICIES,

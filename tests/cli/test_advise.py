@@ -16,7 +16,7 @@ from benchmarks.yardsticks.examples import LLAVA
 from tests.fake_server import Answer, FakeServer, fake_server
 from tests.pruned_server import N, pruned_server
 from tests.tables import parametrize_from_file
-from tests.test_explain import write_video
+from tests.videos import write_video
 from vllm_autoprune import positions
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.selftest.backbones import build

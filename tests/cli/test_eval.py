@@ -15,7 +15,7 @@ from tests.cli.evaluations import CASES, Call
 from tests.fake_server import Answer, Body
 from tests.offline_search.synthetic import MODELS, completion, endpoint, error
 from tests.tables import parametrize_from_file
-from tests.test_explain import write_frames, write_video
+from tests.videos import write_frames, write_video
 from vllm_autoprune.evaluation.question_suite import QuestionSuite
 
 

@@ -14,7 +14,7 @@ from tests.cli.evaluations import CASES, Call
 from tests.fake_server import Answer, Body
 from tests.offline_search.synthetic import completion, endpoint, error
 from tests.tables import parametrize_from_file
-from tests.test_explain import write_video
+from tests.videos import write_video
 from vllm_autoprune import load_state
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES

@@ -23,10 +23,10 @@ import vllm_autoprune_command
 from benchmarks.accuracy import positions
 from benchmarks.load.__main__ import parse_arguments
 from tests.docs.commands import ROOT, Command, prepare_folder, read_commands, type_page
+from tests.example_commands import flags_of, require_valid
 from tests.fake_server import Reply, fake_server
+from tests.serving.unit.bounded_server import resolve, server
 from tests.serving.unit.samples import refusal
-from tests.serving.unit.test_request import resolve, server
-from tests.test_examples import flags_of, require_valid
 from vllm_autoprune.cli.main import main, parser
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.serving.api.request_checks import refuse_misplaced

@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 
-from tests.evaluation.test_question_reader import (
+from tests.evaluation.question_files import (
     BLUE,
-    NAME,
+    INLINE,
     RED,
     SHORT,
     Asked,
     jsonl,
+    refuse_questions,
     write,
 )
-from tests.evaluation.test_questions import INLINE, refuse_questions
+from tests.evaluation.test_question_reader import NAME
 from vllm_autoprune.evaluation.journal import PAIRS
 from vllm_autoprune.evaluation.questions import read_questions
 

@@ -13,12 +13,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.evaluation.test_questions import INLINE, assert_told, refuse_questions, save
-from tests.evaluation.test_questions import write as write_file
+from tests.evaluation.question_files import (
+    BLUE,
+    INLINE,
+    RED,
+    SHORT,
+    Asked,
+    assert_told,
+    jsonl,
+    refuse_questions,
+    write,
+)
 from tests.fake_server import Answer, fake_server
-from tests.test_streams import json_values
+from tests.json_values import json_values
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.evaluation.answers import Rule
 from vllm_autoprune.evaluation.journal import PAIRS, EvaluationError
 from vllm_autoprune.evaluation.questions import (
     PreparedQuestion,
@@ -26,21 +34,14 @@ from vllm_autoprune.evaluation.questions import (
     read_questions,
 )
 
-RED = save()
-BLUE = save("JPEG")
 NAME, BLUE_NAME = (
     f"sha256:{hashlib.sha256(picture).hexdigest()[:16]}" for picture in (RED, BLUE)
 )
-SHORT = "\nAnswer the question using a single word or phrase."
 TEN = ["2"] * 4 + ["two"] * 2 + ["a pair"] * 4
 OPTIONS = (
     "Hint: Look.\nQuestion: Which?\nOptions:\nA. a cat\nB. 41.20\n"
     "Please select the correct answer from the options above. \n"
 )
-
-
-def jsonl(*records: object) -> str:
-    return "".join(f"{json.dumps(record)}\n" for record in records)
 
 
 def text_part(text: str) -> dict[str, str]:
@@ -116,7 +117,6 @@ SAMPLE = {
     "doc_hash": "0",
 }
 
-Asked = tuple[str, tuple[str, ...], Rule, str, list[str]]
 FORMATS: Mapping[str, tuple[str, dict[str, str | bytes], list[Asked]]] = {
     "numbers, several answers and images": ("q.jsonl", {"q.jsonl":
         '{"image": "a.png", "question": "?", "answer": 41.20}\n'
@@ -180,13 +180,6 @@ FORMATS: Mapping[str, tuple[str, dict[str, str | bytes], list[Asked]]] = {
     "lmms-eval": ("q.jsonl", {"q.jsonl": jsonl(SAMPLE)},
         [("How many?", ("4", "four"), "text", "all", ["a.png"])]),
 }  # fmt: skip
-
-
-def write(folder: Path, files: Mapping[str, str | bytes]) -> Path:
-    for name, content in {"a.png": RED, "b.jpg": BLUE, **files}.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        write_file(folder / name, content)
-    return folder
 
 
 @pytest.mark.parametrize("name", FORMATS)

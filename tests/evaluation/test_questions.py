@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import os
 import re
@@ -12,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,6 +18,14 @@ from PIL import Image
 from vllm.multimodal.media.image import ImageMediaIO
 
 from offline_search.dataset import SPLITS, read_dataset
+from tests.evaluation.question_files import (
+    INLINE,
+    assert_told,
+    draw,
+    refuse_questions,
+    save,
+    write_file,
+)
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation import pictures
 from vllm_autoprune.evaluation.journal import MME, PAIRS
@@ -29,23 +35,6 @@ from vllm_autoprune.evaluation.questions import read_questions
 LINE = {"image": "a.png", "question": "?", "answer": "x"}
 
 # ---- pictures ----
-
-
-def draw(mode: str = "RGB") -> Image.Image:
-    """A picture in a mode of Pillow, whose columns, rows and transparency differ."""
-    levels = (np.arange(24 * 16).reshape(16, 24) * 5 % 256).astype(np.uint8)
-    if mode in ("I;16", "I", "F"):
-        return Image.fromarray(
-            levels.astype({"I;16": "u2", "I": "i4", "F": "f4"}[mode]) * 3
-        )
-    channels = [np.roll(levels, 3 * shift, axis=shift % 2) for shift in range(4)]
-    return Image.fromarray(np.stack(channels, axis=-1)).convert(mode)
-
-
-def save(kind: str = "PNG", mode: str = "RGB", **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    draw(mode).save(buffer, kind, **options)
-    return buffer.getvalue()
 
 
 FRAMES: dict[str, Any] = {
@@ -110,14 +99,6 @@ NO_PICTURES = {
 }
 
 
-def assert_told(error: ConfigError) -> list[str]:
-    """Its problems, each in one line that says what to do."""
-    texts = [str(problem) for problem in error.problems]
-    assert all(problem.fix for problem in error.problems)
-    assert all(len(text.encode().decode().splitlines()) == 1 for text in texts)
-    return texts
-
-
 def refuse_picture(text: str, folder: Path) -> str:
     """What is said of a picture that cannot be read."""
     with pytest.raises(ConfigError) as caught:
@@ -125,13 +106,6 @@ def refuse_picture(text: str, folder: Path) -> str:
     (text,) = assert_told(caught.value)
     assert text.startswith("WHERE: ")
     return text
-
-
-def refuse_questions(path: Path, **options: Any) -> list[str]:
-    """What is said of questions that cannot be read."""
-    with pytest.raises(ConfigError) as caught:
-        read_questions(path, **options)
-    return assert_told(caught.value)
 
 
 @pytest.mark.parametrize("name", NO_PICTURES)
@@ -171,7 +145,6 @@ def test_a_picture_has_at_most_twice_the_pixels_of_pillows_warning(
     )
 
 
-INLINE = base64.b64encode(save()).decode()
 FORMS = {
     "a data URL": f"data:image/png;base64,{INLINE}",
     "base64 in lines": "\n".join(re.findall(".{1,76}", INLINE)),
@@ -362,15 +335,10 @@ REFUSED: Mapping[str, tuple[str | bytes, str]] = {
 }
 
 
-def write(path: Path, content: str | bytes) -> Path:
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return path
-
-
 @pytest.mark.parametrize("name", READ)
 def test_only_a_line_feed_ends_a_line(folder: Path, name: str) -> None:
     content, asked = READ[name]
-    path = write(folder / "q.jsonl", content)
+    path = write_file(folder / "q.jsonl", content)
     questions = read_questions(path)
     assert [question.text for question in questions] == asked
     assert all(
@@ -384,7 +352,7 @@ def test_only_a_line_feed_ends_a_line(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_question_is_refused(folder: Path, name: str) -> None:
     content, said = REFUSED[name]
-    path = write(folder / "q.jsonl", content)
+    path = write_file(folder / "q.jsonl", content)
     texts = refuse_questions(path)
     assert (
         len(texts) == (2 if name == "a pair of two images" else 1) and said in texts[0]
@@ -402,7 +370,7 @@ def test_questions_are_ordered_by_image_and_pairs_are_scored_as_mme(
         {"question": "3?", "category": "shape", "image": "./copy of a.png"},
         {**pair, "question": "4?", "answer": "No "},
     )
-    path = write(folder / "q.jsonl", content)
+    path = write_file(folder / "q.jsonl", content)
     questions = read_questions(path)
     assert [question.text for question in questions] == ["1?", "3?", "2?", "4?"]
     assert [question.record.benchmark for question in questions] == [
@@ -420,7 +388,7 @@ def test_questions_are_ordered_by_image_and_pairs_are_scored_as_mme(
     assert {question.record.pair for question in questions} == {"", "b.jpg/7"}
     assert [picture.kind for picture in questions[2].pictures] == ["image/jpeg"]
     named = {"category": PAIRS, "question": "named so?"}
-    write(folder / "mme.jsonl", lines({"category": MME}, named, *PAIR))
+    write_file(folder / "mme.jsonl", lines({"category": MME}, named, *PAIR))
     kinds = [
         question.record.benchmark for question in read_questions(folder / "mme.jsonl")
     ]
@@ -436,7 +404,9 @@ def test_many_problems_are_counted_and_a_missing_file_is_said_to_be_missing(
     for missing in (path, Path("a\0b")):
         (said,) = refuse_questions(missing)
         assert re.search("cannot be read .* -> give the path of questions", said)
-    texts = refuse_questions(write(path, lines(*({"answer": ""} for _ in range(30)))))
+    texts = refuse_questions(
+        write_file(path, lines(*({"answer": ""} for _ in range(30))))
+    )
     assert len(texts) == 21 and "10 more problems" in texts[20]
 
 
@@ -468,7 +438,7 @@ def mutants(draw: st.DrawFn, seeds: list[bytes]) -> bytes:
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary() | mutants(SEEDS))
 def test_any_bytes_are_read_or_refused_in_words(folder: Path, content: bytes) -> None:
-    path = write(folder / "1.txt", content)
+    path = write_file(folder / "1.txt", content)
     for read in (
         lambda: read_questions(path),
         lambda: read_picture(find_picture("", "1.txt", folder)),
@@ -481,7 +451,7 @@ def test_any_bytes_are_read_or_refused_in_words(folder: Path, content: bytes) ->
 
 def test_a_search_finds_one_image_in_two_splits_under_any_name(folder: Path) -> None:
     for split, image in zip(SPLITS, ("a.png", "b.jpg", INLINE), strict=True):
-        write(folder / f"{split}.jsonl", lines({"image": image}))
+        write_file(folder / f"{split}.jsonl", lines({"image": image}))
     with pytest.raises(ConfigError) as caught:
         read_dataset(folder)
     (problem,) = caught.value.problems

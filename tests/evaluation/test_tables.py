@@ -13,8 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.evaluation.test_question_reader import write
-from tests.evaluation.test_questions import refuse_questions
+from tests.evaluation.question_files import refuse_questions, write
 from vllm_autoprune.errors import Problem
 from vllm_autoprune.evaluation.question_reader import QuestionReader
 from vllm_autoprune.evaluation.questions import read_questions

@@ -24,7 +24,7 @@ from tests.tpdsl.samples import (
     state,
     take,
 )
-from tests.tpdsl.test_properties import assert_sound, same
+from tests.tpdsl.soundness import assert_sound, same
 from vllm_autoprune import (
     BudgetError,
     Grid,

@@ -27,7 +27,7 @@ from tests.tpdsl.samples import (
     plain,
     state,
 )
-from tests.tpdsl.test_properties import GRIDS, ODD_GRIDS, same
+from tests.tpdsl.soundness import GRIDS, ODD_GRIDS, same
 from vllm_autoprune import (
     BudgetError,
     Grid,

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.accuracy import positions
 from tests.benchmarks.accuracy.published import PUBLISHED
-from tests.evaluation.test_lmms import write_output
+from tests.evaluation.lmms_output import write_output
 from tests.fake_server import Answer, Body, FakeServer
 from tests.offline_search.synthetic import (
     MODELS,

@@ -12,7 +12,7 @@ from benchmarks import BenchmarkError
 from benchmarks.load.paired import _Session
 from benchmarks.load.settings import Load, PairedOptions, Workload
 from benchmarks.load.workload import Prepared, prepare
-from tests.evaluation.test_questions import draw
+from tests.evaluation.question_files import draw
 from vllm_autoprune.errors import ConfigError
 
 FORMS: dict[str, list[dict[str, Any]]] = {

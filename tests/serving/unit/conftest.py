@@ -1,4 +1,4 @@
-"""Fixtures of the unit tests: recorded registrations, captured log, a tiny CLIP, a processor."""
+"""Fixtures of the unit tests: recorded registrations, captured log, tiny models, a processor."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import logging
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from tests.serving.engine import built
 from tests.serving.unit.samples import Sender
+from tests.serving.unit.signal_models import HEAD, HEADS, HIDDEN, KEY_HEADS, LAYERS
 from vllm_autoprune.serving import compat, startup
 from vllm_autoprune.serving.api import engine_requests, request_checks
 from vllm_autoprune.serving.compat import worker
@@ -54,3 +57,26 @@ def folder() -> Any:
 @pytest.fixture
 def sender(folder: Any) -> Sender:
     return Sender(folder, budget=8).with_cache()
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    """Transformers' own model with grouped key heads, eager, so that it shows its attention."""
+    from transformers import LlamaConfig, LlamaModel
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=HIDDEN,
+        intermediate_size=40,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KEY_HEADS,
+        head_dim=HEAD,
+        max_position_embeddings=128,
+        attn_implementation="eager",
+    )
+    model = LlamaModel(config)
+    for weight in model.parameters():
+        nn.init.normal_(weight, std=0.3)  # defaults of norms would hide a missing one
+    return model.eval().requires_grad_(False)

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from tests.serving.engine import CLIP
 from tests.serving.unit.samples import served
-from tests.serving.unit.test_signals import (
+from tests.serving.unit.signal_models import (
     START,
     VISION_WIDTH,
     Attention,
-    llama,
     served_model,
 )
 from tests.stand_in_device import DEVICE, WaitsForDevice, forbid_waiting
@@ -50,8 +49,6 @@ from vllm_autoprune.serving.worker.selection import FallbackReporter
 from vllm_autoprune.serving.worker.tower_hooks import QueriesAndKeys
 from vllm_autoprune.text_tower import read_text_tower
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, ReferenceSelection
-
-__all__ = ["llama"]
 
 WIDTH = 24
 TOWER_WIDTH = 20

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.serving.unit.bounded_server import N, resolve, resolve_images, server
 from tests.serving.unit.samples import refusal, served, vllm_config
 from tests.tables import parametrize_from_file
 from tests.tpdsl.samples import edited, sample, state
@@ -22,7 +22,7 @@ from vllm_autoprune import (
 )
 from vllm_autoprune.serving import request_states, state_safety
 from vllm_autoprune.serving.api import request as request_module
-from vllm_autoprune.serving.api.budgets import RequestBudgets, check_fields
+from vllm_autoprune.serving.api.budgets import check_fields
 from vllm_autoprune.serving.api.headers import (
     HEADERS,
     KeepHeaders,
@@ -32,8 +32,8 @@ from vllm_autoprune.serving.api.headers import (
 from vllm_autoprune.serving.api.placeholders import TokenCount
 from vllm_autoprune.serving.api.request import PruningRequest
 from vllm_autoprune.serving.api.request_checks import refuse_misplaced
-from vllm_autoprune.serving.plan import KWARGS, NO_KEY, ItemPlan
-from vllm_autoprune.serving.request_rules import LEVELS, DetailBudgets, RequestRules
+from vllm_autoprune.serving.plan import KWARGS, NO_KEY
+from vllm_autoprune.serving.request_rules import LEVELS, DetailBudgets
 from vllm_autoprune.serving.request_states import load_request_state
 from vllm_autoprune.serving.served_state import NEEDS, Capabilities, ServedState
 from vllm_autoprune.serving.startup import _resolve_settings
@@ -179,34 +179,8 @@ async def test_a_header_that_is_nearly_ours_is_answered_and_not_ignored(
 
 # ---- K, state and control of each image ----
 
-N = 144
 LARGE = edited(sample(), {"/budget": {"atom": "fixed_budget@192"}})
 DETAIL = DetailBudgets.model_validate({"low": 4, "high": 32})
-
-
-def server(
-    level: Any = "states", minimum: int = 1, maximum: int = 65536, **fields: Any
-) -> ServedState:
-    detail = fields.pop("detail", DetailBudgets())
-    total = fields.pop("total", None)
-    rules = RequestRules(level, minimum, maximum, detail=detail, total=total)
-    return replace(served(), rules=rules, **fields)
-
-
-def resolve(
-    entry: object, *sizes: int, on: ServedState | None = None
-) -> list[ItemPlan]:
-    return resolve_images(
-        entry, [TokenCount(size) for size in sizes or (N,)], on or server()
-    )
-
-
-def resolve_images(
-    entry: object, images: list[TokenCount], on: ServedState
-) -> list[ItemPlan]:
-    request = PruningRequest.parse(entry)
-    budgets = RequestBudgets(on, request, check_fields(on, request))
-    return budgets.plan_images(images, on.rules.total)
 
 
 BOUNDED = server(minimum=8, maximum=64)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,14 @@ from transformers import CLIPConfig, CLIPModel
 
 from tests.golden.case import load, names
 from tests.serving.engine import CLIP
+from tests.serving.unit.signal_models import (
+    HIDDEN,
+    LAYERS,
+    START,
+    VISION_WIDTH,
+    Attention,
+    served_model,
+)
 from vllm_autoprune import ConfigError
 from vllm_autoprune.serving.plan import Ids
 from vllm_autoprune.serving.worker.question import (
@@ -32,7 +39,6 @@ from vllm_autoprune.serving.worker.tower_hooks import (
 from vllm_autoprune.text_tower import TextTower, read_text_tower
 
 CPU = torch.device("cpu")
-VISION_WIDTH = 160
 SEGMENT = 40
 
 close = torch.testing.assert_close
@@ -53,18 +59,6 @@ def run(clip: Any) -> Any:
 
 
 # ---- attention and keys within the tower ----
-
-
-class Attention(nn.Module):
-    """Attention with the call signature of vLLM's ``MMEncoderAttention``."""
-
-    def __init__(self, heads: int = 2, scale: float = 0.5) -> None:
-        super().__init__()
-        self.num_heads = heads
-        self.scale = scale
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return value
 
 
 @pytest.mark.parametrize("counts", [None, [4, 5]], ids=["batch", "packed"])
@@ -285,73 +279,6 @@ def test_input_embeddings_are_the_mean_of_the_instruction() -> None:
 
 
 # ---- first layers of the language model ----
-
-START = 1
-LAYERS = 3
-HIDDEN = 24
-HEADS = 4
-KEY_HEADS = 2
-HEAD = 6
-
-
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    """Transformers' own model with grouped key heads, eager, so that it shows its attention."""
-    from transformers import LlamaConfig, LlamaModel
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=HIDDEN,
-        intermediate_size=40,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KEY_HEADS,
-        head_dim=HEAD,
-        max_position_embeddings=128,
-        attn_implementation="eager",
-    )
-    model = LlamaModel(config)
-    for weight in model.parameters():
-        nn.init.normal_(weight, std=0.3)  # defaults of norms would hide a missing one
-    return model.eval().requires_grad_(False)
-
-
-def served_model(llama: Any) -> Any:
-    """The same weights with the names and shapes of vLLM's ``LlamaModel``."""
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-    def rotary(positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = llama.rotary_emb(query[None], positions[None])
-        heads = [
-            part.unflatten(-1, (-1, HEAD)).transpose(0, 1)[None]
-            for part in (query, key)
-        ]
-        query, key = apply_rotary_pos_emb(*heads, cos, sin)
-        return query[0].transpose(0, 1).flatten(1), key[0].transpose(0, 1).flatten(1)
-
-    def serve(layer: Any) -> Any:
-        heads = layer.self_attn
-        projections = heads.q_proj, heads.k_proj, heads.v_proj
-        attention = SimpleNamespace(
-            qkv_proj=lambda rows: (torch.cat([f(rows) for f in projections], -1), None),
-            rotary_emb=rotary,
-            o_proj=lambda mixed: (heads.o_proj(mixed), None),
-            q_size=HEADS * HEAD,
-            kv_size=KEY_HEADS * HEAD,
-            head_dim=HEAD,
-            total_num_kv_heads=KEY_HEADS,
-        )
-        norms = layer.input_layernorm, layer.post_attention_layernorm
-        names = "self_attn", "mlp", "input_layernorm", "post_attention_layernorm"
-        return SimpleNamespace(
-            **dict(zip(names, (attention, layer.mlp, *norms), strict=True))
-        )
-
-    layers = [serve(layer) for layer in llama.layers]
-    return SimpleNamespace(
-        embed_tokens=llama.embed_tokens, norm=llama.norm, layers=layers
-    )
 
 
 def test_layers_equal_transformers(llama: Any) -> None:
