@@ -113,9 +113,10 @@ class Draft:
 def assemble_state(
     components: Mapping[str, JsonValue], settings: Settings
 ) -> PruningState:
-    """The state with these components and the search's base policy, budget and safety checks.
+    """The state with these components.
 
-    Raises :class:`StateError` with every problem, including parts that a smaller space lacks.
+    Base policy, budget and safety checks are the search's own where it does not vary them. Raises
+    :class:`StateError`, also for parts that a smaller space lacks.
     """
     state = _load_components(components, settings)
     if settings.space == "all":

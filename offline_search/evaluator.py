@@ -300,7 +300,11 @@ class ServedEvaluator:
         return length
 
     async def evaluate(self, job: EvaluationJob) -> Answers:
-        """Answers to a job; every example goes to the server that its image is assigned to."""
+        """Answers to a job.
+
+        Every example goes to the server that its image is assigned to, and to the next after a
+        failure.
+        """
         pruning = pruning_options(job.candidate, job.budget)
         examples = self.dataset.splits[job.split][job.start : job.stop]
         scores = await asyncio.gather(

@@ -174,7 +174,7 @@ class Summary(FrozenModel):
         return self.latencies["TTFAT"] != self.latencies["TTFT"]
 
     def percentile(self, latency: str, level: int) -> Estimate | None:
-        """Percentile of a latency in seconds; None if no request was answered."""
+        """Percentile of a latency in seconds; None if no answered request has a value of it."""
         return self.latencies[latency].get(level)
 
     def mark_few(self, level: int) -> str:

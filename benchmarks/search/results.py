@@ -73,7 +73,7 @@ class SearchResult(FrozenModel):
     def read(
         cls, name: str, path: Path, history: History, leaders: int
     ) -> SearchResult:
-        """The result of a search with a complete ledger, and at least ``leaders`` leaders."""
+        """The result of a search with a complete ledger, and ``leaders`` leaders if it has them."""
         report = read_report(read_ledger(path))
         answers = report.answers
         winner = None
@@ -167,8 +167,8 @@ _REFERENCES = ("tpe", "autoprune+@none")
 def format_tables(folder: Path, arms: Sequence[str], seeds: Sequence[int]) -> str:
     """Tables of a folder: its searches, their winners against each reference, and single states.
 
-    Winners that were not confirmed are left out. Spaces are compared by strategy, each with the
-    largest space.
+    If an arm has a smaller space, arms are instead compared within their strategy, with the one of
+    it that is listed first.
     """
     tables = _tabulate_searches(read_results(folder), arms, seeds)
     groups = {arm: list(arms) for arm in _REFERENCES if arm in arms} or {

@@ -176,8 +176,8 @@ def draw_examples(
     With fewer images, the examples are the first ones of a larger draw. ``clean`` images have no
     grain, as documents have none. In the test split, one image in four has an arrangement, size or
     number of frames that training never uses, and another one in four has wordings that training
-    never uses. With ``brief_frames`` every clip has that many frames, and each visit lasts a single
-    frame.
+    never uses. With ``brief_frames`` every clip has that many frames, and a shape that comes and
+    goes again is there for a single one.
     """
     examples: list[Example] = []
     next_pair = 0
@@ -244,9 +244,10 @@ def keep_first(
 def keep_evidence(
     rng: random.Random, questions: Sequence[Question], budget: int, count: int
 ) -> list[int]:
-    """Select `budget` of `count` raster tokens, ascending: first evidence, then random ones.
+    """Select `budget` of `count` raster tokens: evidence, then random ones until it is full.
 
-    The evidence of a question is selected only if all of it fits into the budget.
+    They are returned in ascending order. The evidence of a question is selected only if all of it
+    fits into the budget.
     """
     evidence = list[int]()
     for question in questions:

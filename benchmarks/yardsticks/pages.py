@@ -130,7 +130,7 @@ class Size:
         clean: bool = False,
         clip: bool = False,
     ) -> tuple[Tensor, list[Scene]]:
-        """Images (B, 3, H, W) uint8, and the scenes with their visual tokens, in raster order."""
+        """Images (B, 3, H, W) uint8, and the scenes with raster indices of their visual tokens."""
         cells = max(self.cells)
         images, squares = render_scenes(
             scenes, cells, seed, clean=clean, clip=clip, photographs=not clip
@@ -249,7 +249,9 @@ class Page:
         size: Size,
         max_words: int = len(WORDS),
     ) -> Page:
-        """Draw a random page with at most `max_words` words; no word and no number occurs twice.
+        """Draw a random page of at most `max_words` words, 4 or more.
+
+        No word and no number occurs twice.
 
         A `full` page ignores `max_words`: it has a random word or number in nearly every place,
         without relations between them, and these may occur twice.

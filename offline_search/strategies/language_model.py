@@ -106,7 +106,10 @@ class Strategy(ABC):
     def draw_parents(
         ranked: Sequence[Trial], count: int, rng: Random, top: int = _POPULATION_SIZE
     ) -> list[Trial]:
-        """Draw ``count`` distinct trials by inverse rank among the ``top`` not drawn yet."""
+        """Draw ``count`` trials by inverse rank among the ``top`` not drawn yet.
+
+        They repeat if there are fewer.
+        """
         parents: list[Trial] = []
         for _ in range(count):
             remaining = [trial for trial in ranked if trial not in parents] or ranked

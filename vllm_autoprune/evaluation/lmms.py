@@ -293,8 +293,8 @@ class LmmsSuite:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 check=False,
-                # lmms-eval takes a folder in its working directory that is named like the task for
-                # the task.
+                # lmms-eval mistakes a folder of its working directory that has a task's name for
+                # the task. The report's own folder has none.
                 cwd=folder,
                 env=variables,
             )

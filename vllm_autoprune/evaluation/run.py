@@ -244,9 +244,9 @@ def build_cases(
     Every state follows its base policy. ``names``: states by name or file; ``all`` is the exchange
     of ``autoprune`` on every base policy, which gives a table of base policies. ``cells``: rules
     for dropping cells before the vision tower; a rule adds a case of its own, and one that
-    combines it with each other case. ``frames``: number of frames sampled of a video; above 0,
-    budgets are those of videos. Raises :class:`BudgetError` for an invalid budget, and
-    :class:`StateError` for an invalid rule of cells.
+    combines it with each case of a state or base policy. ``frames``: number of frames sampled of a
+    video; above 0, budgets are those of videos. Raises :class:`BudgetError` for an invalid budget,
+    and :class:`StateError` for an invalid state or rule of cells.
     """
     rules = {
         text: BudgetCall.parse(text, "--budgets", video=frames > 0).rule()

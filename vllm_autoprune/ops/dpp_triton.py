@@ -77,8 +77,9 @@ def _greedy_map(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, nu
     """Write the greedy MAP picks of image ``program_id(0)`` to its row of ``picks``.
 
     Pointers: similarity ``(B, N, N)``; quality, eligible and residuals ``(B, N)``; anchors
-    ``(B, forced)``; factors ``(B, fixed + count, width)``, with N rounded up to ``width``; picks
-    ``(B, count)``. Numbers, the constants of :mod:`vllm_autoprune.ops.greedy` among them:
+    ``(B, forced)``; factors ``(B, fixed + count, width)``, where ``width`` is N rounded up to a
+    multiple of ``_ALIGNED``; picks ``(B, count)``. Numbers, the constants of
+    :mod:`vllm_autoprune.ops.greedy` among them:
 
     tokens: N.
     count: picks of an image, the forced ones included.

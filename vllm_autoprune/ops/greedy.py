@@ -339,8 +339,8 @@ def greedy_map_torch(
             ):
                 torch.addmv(row, image_factors, factor, alpha=-1, out=row)
         pivot = residual_of_all.index_select(0, index)
-        # Only a forced pick can have a pivot of zero and still count. After a free pick with one,
-        # NaN spreads to all later gains, and _fill_by_weight replaces it and all later picks.
+        # A forced pick is kept even if its pivot is zero. A free pick with such a pivot has no
+        # gain and leaves NaN in all later gains: _fill_by_weight replaces it and all after it.
         if step < forced:
             pivot.clamp_min_(DIVISOR)
         update *= pivot.rsqrt_().unsqueeze(1)

@@ -337,7 +337,10 @@ class RefinedTokens:
         )
 
     def in_order(self, order: Tensor, count: int) -> RefinedTokens:
-        """Kept rows in the order of indices ``(B, P)``, restricted to tokens below ``count``."""
+        """The kept rows, sorted by the place of their token in ``order`` ``(B, P)``.
+
+        Rows whose token is not in it come last, before the extra ones. ``count`` is N.
+        """
         mask = mask_from_indices(self.indices, count)
         position = positions_in_order(order, mask).gather(1, self.indices)
         moved = position.argsort(dim=1, stable=True)

@@ -79,7 +79,7 @@ def _make_probe(
     instruction = Instruction(patches, normal(batch, 1, _RELEVANCE_WIDTH), used, sign=1)
     attention = normal(batch, grid.tokens).softmax(dim=1)
     projector = normal(_TOWER_WIDTH, width) / _TOWER_WIDTH**0.5
-    # Constant within a cluster, so that all tokens of the second probe get equal attention.
+    # Clustered like the features: with one cluster and no noise, all tokens get equal attention.
     following = clustered(1)[:, :, 0].softmax(dim=1)
     rows = clustered(_TOWER_WIDTH)
     tower = TowerStates(

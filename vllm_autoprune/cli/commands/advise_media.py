@@ -163,7 +163,7 @@ def advise_video(options: Namespace) -> int:
     if "video_grid_thw" not in data:
         raise ConfigError.of(
             "--checkpoint",
-            "has no frames of patches",
+            "has a processor that does not split a video into a grid of patches",
             "name a Qwen2-VL or Qwen2.5-VL",
             subject="video",
         )

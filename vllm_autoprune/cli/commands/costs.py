@@ -214,7 +214,7 @@ def _add_advise(parser: ArgumentParser) -> None:
 )
 def _advise(options: Namespace) -> int:
     """Say which kind of state pays for your traffic, and whether pruning helps at all."""
-    # Imported here, because both import PIL and transformers, which takes seconds.
+    # Imported here, because that module imports PIL and transformers, which takes seconds.
     if options.image is not None:
         from vllm_autoprune.cli.commands.advise_media import advise_image
 

@@ -144,7 +144,10 @@ class RenderedHashes(dict[str, list[str]]):
         self._handed_over = False
 
     def await_hand_over(self, features: Sequence[MultiModalFeatureSpec]) -> None:
-        """Expect the request's features, and hold the list so that no other list gets its id."""
+        """Register this object under ``id(features)`` until the list is handed over.
+
+        The list is referenced, so that Python cannot give its ``id()`` to another list.
+        """
         self._features = features
         self._handed_over = False
         _waiting[id(features)] = self

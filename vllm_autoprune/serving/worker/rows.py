@@ -142,7 +142,7 @@ def insert_text(
 
 
 def count_channels(axes: int) -> int:
-    """Number of channels of a row whose positions have ``axes`` axes."""
+    """Number of channels that hold the position of a row on ``axes`` axes."""
     return 0 if axes == 0 else _DIGITS * (1 if axes == LINE else axes)
 
 

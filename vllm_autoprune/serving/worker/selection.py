@@ -61,7 +61,7 @@ class FallbackReporter:
         reason: _FallbackReason = "scores",
         unsafe: Tensor | None = None,
     ) -> None:
-        """Count fallback codes ``(B,)``; logs the totals of the previous call.
+        """Count fallback codes ``(B,)``; a later call warns once of each kind and reason.
 
         The reason of an image is "unsafe" if ``unsafe`` ``(B,)`` is true, and otherwise ``reason``.
         """

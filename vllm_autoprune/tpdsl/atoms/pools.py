@@ -270,7 +270,11 @@ Pool = Annotated[PoolCall, OneOf("candidate_pool", PoolCall)]
 def build_pool(
     calls: Sequence[PoolCall], tokens: VisualTokens, g: Tensor, reference: Tensor
 ) -> Tensor:
-    """Candidate pool T_S as a mask ``(B, N)``, from g ``(B, N)`` and reference ``(B, P)``."""
+    """Mask ``(B, N)`` of the candidate pool T_S.
+
+    It has the tokens outside the reference selection ``(B, P)``, narrowed by each of ``calls`` in
+    turn. ``g`` ``(B, N)`` is token quality.
+    """
     picked = reference.shape[1]
     allowed = _Candidates(
         ~mask_from_indices(reference, tokens.count), tokens.count - picked
