@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from vllm_autoprune.statistics import Floats
+from vllm_autoprune.tpdsl.atoms.pools import MAX_POOL_RATIO
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 Interval = tuple[float, float]
@@ -64,10 +65,9 @@ class ImageFacts:
         tokens = (
             f"N = {smallest}" if smallest == largest else f"{smallest} to {largest}"
         )
-        ratio = max(largest / max(kept, 1) - 1, 0.0)
         sentences = [
             f"An image has {tokens} tokens.",
-            f"From a pool_ratio of {ratio:.1f} on a pool has all tokens that are not picked.",
+            _describe_pools(largest, kept),
         ]
         if self.grids:
             shown = ", ".join(self.grids[:_SHOWN_GRIDS])
@@ -86,6 +86,18 @@ class ImageFacts:
                     f"Cosines between {between} are {low:.2f} to {high:.2f} (5 to 95 %)."
                 )
         return " ".join(sentences)
+
+
+def _describe_pools(tokens: int, kept: int) -> str:
+    """Sizes of the largest pools of an image of so many tokens, of which K are ``kept``."""
+    unpicked = max(tokens - kept, 0)
+    largest = round(MAX_POOL_RATIO * kept)
+    null = f"With pool_ratio null a pool has all {unpicked} tokens that are not picked"
+    if largest < unpicked:
+        return (
+            f"{null}; with {MAX_POOL_RATIO:g}, the largest number, {largest} of them."
+        )
+    return f"{null}, and so it has with {unpicked / max(kept, 1):.1f} or more."
 
 
 def _quantiles(values: Floats) -> Interval:

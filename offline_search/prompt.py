@@ -66,14 +66,15 @@ def proposal_prompt(
     The context has facts about the images and the summary H_(t-1); the request is that of
     :func:`describe_request`.
     """
-    title = "A valid candidate looks like this:"
-    state = example
     if isinstance(example, Trial):
-        title = f"The whole of candidate {example.name}:"
-        state = example.require_state()
-    assert isinstance(state, PruningState)
-    text = dump_policy(state, settings)
-    return _build_messages(settings, f"{context}\n\n{title}\n{text}\n\n{request}")
+        text = dump_policy(example.require_state(), settings)
+        section = f"The example is the whole of candidate {example.name}:\n{text}"
+        if text in context:
+            section = f"The example is candidate {example.name}, which is printed whole above."
+    else:
+        text = dump_policy(example, settings)
+        section = f"A valid candidate looks like this example:\n{text}"
+    return _build_messages(settings, f"{context}\n\n{section}\n\n{request}")
 
 
 def crossover_prompt(
@@ -93,24 +94,25 @@ def crossover_prompt(
 
 
 def repair_prompt(
-    request: Messages, reply: str, problems: Mapping[int, Sequence[str]], count: int
+    request: Messages, reply: str, problems: Mapping[str, Sequence[str]], count: int
 ) -> Messages:
     """The conversation so far, followed by the problems of the reply and a request to correct it.
 
-    ``problems`` are by the number of the proposal in a list of ``count``; with a ``count`` of 0,
-    they are those of the only proposal.
+    ``problems`` are by the name of the candidate, in a list of ``count`` proposals; with a
+    ``count`` of 0, they are those of the only proposal.
     """
     if count:
         listed = "\n".join(
-            f"- proposal {number}: {'; '.join(texts)[:300]}"
-            for number, texts in problems.items()
+            f"- candidate {name}: {'; '.join(texts)[:300]}"
+            for name, texts in problems.items()
         )
         correction = (
-            f"Not valid are:\n{listed}\nWrite a list of these {len(problems)} proposals, "
-            "corrected, in this order, and nothing else."
+            f"Not valid are:\n{listed}\nAnswer once more in the same form, with "
+            f"{', '.join(problems)} alone, corrected, in this order."
         )
     else:
-        listed = "\n".join(f"- {problem[:300]}" for problem in problems[1][:8])
+        (texts,) = problems.values()
+        listed = "\n".join(f"- {problem[:300]}" for problem in texts[:8])
         correction = f"That is not valid:\n{listed}\nWrite the corrected JSON object, nothing else."
     return (
         *request,

@@ -115,7 +115,10 @@ class ProposalClient:
         if not invalid:
             return drafts
         problems = {
-            index + 1: list(map(str, drafts[index].problems)) for index in invalid
+            f"{request.round}.{request.index + index}": list(
+                map(str, drafts[index].problems)
+            )
+            for index in invalid
         }
         messages = repair_prompt(request.messages, reply.text, problems, count)
         length = len(invalid) if count else 0

@@ -27,7 +27,7 @@ from offline_search.ledger import (
     TrialRecord,
     VerdictRecord,
 )
-from offline_search.schedule import RACING_STAGES, count_of_share
+from offline_search.schedule import RACING_ERRORS, RACING_STAGES, count_of_share
 from offline_search.settings import Settings
 from vllm_autoprune.errors import AutopruneError, EvaluationFailed
 from vllm_autoprune.evaluation.questions import Example
@@ -62,10 +62,6 @@ def probes_from_checkpoint(
         vision.encode(dataset.images[example.image].image(), example.question)
         for example in islice(reversed(by_image.values()), _PROBE_IMAGES)
     ]
-
-
-_RACING_ERRORS = 3.0
-"""Standard errors for clearly worse; more than two, because a race tests a candidate repeatedly."""
 
 
 @dataclass
@@ -418,23 +414,23 @@ class RoundEvaluator:
         ``reference`` has the leader's values. Of the rest, the best one in ``divisor`` goes on.
         """
         questions = self._questions[: len(reference)]
-        after = f"after {len(questions)} of {len(self._questions)} examples"
+        after = f"after {len(questions)} of {len(self._questions)} questions"
         undecided: list[tuple[float, _Candidate]] = []
         for candidate in _unfinished(candidates):
             values = self._values(candidate)
             gap = compare(questions, values, reference)
             reason = ""
-            if gap.verdict(errors=_RACING_ERRORS) == "worse":
+            if gap.verdict(errors=RACING_ERRORS) == "worse":
                 reason = f"behind {after}"
             elif resolution and gap.verdict(resolution) == "same":
-                reason = f"tied with the best within {resolution:g} {after}"
+                reason = f"tied with the leader within {resolution:g} {after}"
             if reason:
                 candidate.result = self._result(candidate, "dropped", reason=reason)
             else:
                 undecided.append((float(values.mean()), candidate))
         undecided.sort(key=lambda entry: -entry[0])
         for _, candidate in undecided[math.ceil(len(undecided) / divisor) :]:
-            reason = f"not among the best {after}"
+            reason = f"outranked {after}"
             candidate.result = self._result(candidate, "dropped", reason=reason)
 
     def _result(

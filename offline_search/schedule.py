@@ -13,6 +13,10 @@ RACING_STAGES = ((0.125, 3), (0.5, 2), (1.0, 1))
 clearly worse than the best so far."""
 
 
+RACING_ERRORS = 3.0
+"""Standard errors for clearly worse; more than two, because a race tests a candidate repeatedly."""
+
+
 def count_of_share(share: float, questions: int) -> int:
     """Number of questions that is ``share`` of a round's ``questions``, at least 1."""
     return max(1, round(share * questions))
@@ -79,8 +83,15 @@ class EvaluationBudget:
         round_text = f"Round {number} of {settings.rounds}."
         ending = "It is the last one."
         if settings.has_fixed_evaluations:
-            round_text = f"Round {number}; {spent} of {self.answers} answers are spent."
-            ending = "It is the last one, unless answers remain after it."
+            usual = settings.per_round * self.per_candidate
+            round_text = (
+                f"Round {number}; {spent} of {self.answers} answers are spent, and a round takes "
+                f"about {usual}."
+            )
+            ending = (
+                f"It is the last one, unless it takes fewer than the {self.answers - spent} that "
+                "remain."
+            )
         if not self.is_last(number, spent):
             ending = "Another follows."
             if resolution:  # without a resolution, no plateau ends a search
@@ -91,21 +102,24 @@ class EvaluationBudget:
         if self.is_fresh:
             cost = f"Its questions are others than those of the round before. {cost}"
         if settings.races:
-            cost += self._describe_race()
+            cost += " at most"
         if len(settings.budgets) > 1:
             cost += f", each at {len(settings.budgets)} budgets"
+        if settings.races:
+            cost += self._describe_race()
         return f"{round_text} {ending} {cost}."
 
     def _describe_race(self) -> str:
         """Description of the race: after how many questions which candidates are dropped."""
         texts = [
-            f"all but one in {divisor} after {count_of_share(share, self.questions)}"
+            f"the best 1 in {divisor} after {count_of_share(share, self.questions)}"
             for share, divisor in RACING_STAGES
             if share < 1
         ]
         return (
-            f" at most: dropped are those clearly worse than the leader, and of the others "
-            f"{', '.join(texts)} questions"
+            f". Dropped are those behind, by more than {RACING_ERRORS:g} standard errors "
+            f"below the leader, and of the others those outranked, not among "
+            f"{', or '.join(texts)} questions"
         )
 
 

@@ -309,8 +309,9 @@ async def test_all_servers_are_checked_and_serve_one_model(data: Dataset) -> Non
     [
         (
             {"unavailable": ["cls_attention", "words"], "sign": -1},
-            "An image has N = 64 tokens. From a pool_ratio of 7.0 on a pool has all tokens that "
-            'are not picked. There is no [CLS] token. The sign "auto" is "-".',
+            "An image has N = 64 tokens. With pool_ratio null a pool has all 56 tokens that are "
+            "not picked, and so it has with 7.0 or more. There is no [CLS] token. The sign "
+            '"auto" is "-".',
         ),
         (
             {"unavailable": [], "sign": 1},
@@ -318,9 +319,9 @@ async def test_all_servers_are_checked_and_serve_one_model(data: Dataset) -> Non
         ),
         (
             None,
-            "From a pool_ratio of 7.0 on a pool has all tokens that are not picked.",
+            "a pool has all 56 tokens that are not picked, and so it has with 7.0 or more.",
         ),
-        ({"unavailable": 3}, "From a pool_ratio of 7.0 on a pool has all tokens that"),
+        ({"unavailable": 3}, "all 56 tokens that are not picked, and so"),
     ],
 )
 async def test_what_a_server_knows_of_its_images_is_told_without_a_checkpoint(

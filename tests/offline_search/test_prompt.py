@@ -22,6 +22,7 @@ from offline_search.candidates import (
 )
 from offline_search.choices import RandomSource
 from offline_search.history import History
+from offline_search.image_facts import ImageFacts
 from offline_search.prompt import (
     crossover_prompt,
     describe_request,
@@ -31,7 +32,7 @@ from offline_search.prompt import (
 from offline_search.search_space import sample_proposal
 from offline_search.settings import Settings, Space
 from offline_search.summary import summarize
-from offline_search.task import describe_task
+from offline_search.task import describe_task, dump_policy
 from tests.offline_search.synthetic import (
     BUDGET,
     Searches,
@@ -92,7 +93,7 @@ def test_prompts_give_no_advice(history: History) -> None:
         small = LISTS.model_copy(update={"space": space})
         prompts.append(proposal_prompt(small, summary, example, requests[-1]))
     prompts.append(crossover_prompt(SETTINGS, history.ranked()[:2], history))
-    prompts.append(repair_prompt(prompts[-1], "reply", {2: ["is invalid"]}, 5))
+    prompts.append(repair_prompt(prompts[-1], "reply", {"1.1": ["is invalid"]}, 5))
     for messages in prompts:
         text = "\n".join(message["content"] for message in messages)
         assert not ADVICE.findall(text)
@@ -130,7 +131,7 @@ SAID: dict[str, tuple[int, str]] = {
     ),
     "whole pool": (
         1,
-        r"From a pool_ratio of 1\.0 on a pool has all tokens that are not",
+        r"With pool_ratio null a pool has all 8 tokens .* so it has with 1\.0 or more",
     ),
     "[CLS]": (1, r"There is a \[CLS\] token"),
     "sign": (1, r'The sign "auto" is "\+"\.'),
@@ -289,6 +290,35 @@ async def test_no_prompt_contradicts_itself(space: Space, search: Searches) -> N
     task = prompts[0][0]["content"]
     assert space == "all" or "0 to 640" not in task
     assert len(re.findall(r"q_e (?:is )?(?:integer )?0 to \d+", task)) <= 1
+
+
+def test_pools_that_no_ratio_fills_say_what_the_largest_has() -> None:
+    assert ImageFacts(counts=(144,)).describe(kept=8) == (
+        "An image has N = 144 tokens. With pool_ratio null a pool has all 136 tokens that are not "
+        "picked; with 16, the largest number, 128 of them."
+    )
+
+
+def test_a_repair_names_candidates_as_the_request_does() -> None:
+    request = proposal_prompt(LISTS, "", minimal_state(SETTINGS), "")
+    *_, correction = repair_prompt(
+        request, "reply", {"4.0": ["a"], "4.2": ["b", "c"]}, 4
+    )
+    assert correction["content"] == (
+        "Not valid are:\n- candidate 4.0: a\n- candidate 4.2: b; c\n"
+        "Answer once more in the same form, with 4.0, 4.2 alone, corrected, in this order."
+    )
+
+
+def test_a_policy_that_a_line_holds_is_not_printed_again(history: History) -> None:
+    summary = summarize(history)
+    parent, child = history.trials[:2]
+    prompt = proposal_prompt(SETTINGS, summary, parent, "")[1]["content"]
+    assert "The example is candidate 1.0, which is printed whole above." in prompt
+    assert prompt.count(dump_policy(parent.require_state(), SETTINGS)) == 1
+    prompt = proposal_prompt(SETTINGS, summary, child, "")[1]["content"]
+    policy = dump_policy(child.require_state(), SETTINGS)
+    assert f"The example is the whole of candidate 2.0:\n{policy}" in prompt
 
 
 def test_each_stage_asks_for_what_it_can_use() -> None:

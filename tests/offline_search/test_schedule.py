@@ -57,9 +57,10 @@ def test_prompts_say_which_round_it_is_and_whether_another_follows(
 def test_prompts_say_what_a_candidate_costs_and_when_it_is_dropped() -> None:
     raced = EvaluationBudget(RACED, questions=128).describe_round(1, 0, 0.0)
     assert raced.endswith(
-        "Another follows. A candidate is asked 128 questions at most: dropped are those clearly "
-        "worse than the leader, and of the others all but one in 3 after 16, all but one in 2 "
-        "after 64 questions, each at 2 budgets."
+        "Another follows. A candidate is asked 128 questions at most, each at 2 budgets. Dropped "
+        "are those behind, by more than 3 standard errors below the leader, and of the others "
+        "those outranked, not among the best 1 in 3 after 16, or the best 1 in 2 after 64 "
+        "questions."
     )
     several = ROUNDS.model_copy(update={"budgets": (8, "1/4")})
     text = EvaluationBudget(several, questions=10).describe_round(1, 0, 0.0)

@@ -156,10 +156,8 @@ async def test_invalid_proposals_of_a_list_are_repaired_together(
     _, repair = search.proposer.requests
     assert '"minItems": 2, "maxItems": 2' in json.dumps(search.proposer.schemas[1])
     correction = repair[-1]["content"]
-    assert "- proposal 2: " in correction and "- proposal 5: " in correction
-    assert (
-        "- proposal 1" not in correction and "list of these 2 proposals" in correction
-    )
+    assert "- candidate 1.1: " in correction and "- candidate 1.4: " in correction
+    assert "candidate 1.0" not in correction and "with 1.1, 1.4 alone" in correction
     proposed = search.records(ProposalRecord)
     texts = [
         record.hypothesis.text for record in proposed if record.hypothesis is not None

@@ -53,7 +53,7 @@ def history() -> History:
             [-2.5] * 2,
             minimal_state(SETTINGS),
             "dropped",
-            reason="behind after 2 of 16 examples",
+            reason="behind after 2 of 16 questions",
         ),
         trial("2.2", None, other, "same", parent="1.0", reason="1.0"),
         trial("2.3", [0.0] * 4 + [-1.0] * 12, other, parent="1.0"),
@@ -109,7 +109,7 @@ def test_duplicates_and_dropped_ones_are_printed_as_all_others(
     same = line_of("2.2", text)
     assert "- 2.2: -1750 of 1.0, whose tokens and rows it has; 1.0 with " in same
     dropped = line_of("2.1", text)
-    reason = "on 2 questions, then dropped: behind after 2 of 16 examples ("
+    reason = "on 2 questions, then dropped: behind after 2 of 16 questions ("
     assert reason in dropped and "± unknown, undecided (of 2, 0 up, 2 down)" in dropped
     assert "text -2500 on 2 of 4 (base -3000); not asked: relation" in dropped
     assert dropped.endswith("}") and '{"scoring":' in dropped

@@ -34,6 +34,9 @@ from vllm_autoprune.ops.similarity import cosines, cosines_between, spherical_km
 from vllm_autoprune.tpdsl.registry import AtomCall, OneOf, atom, default_call, run
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
+MAX_POOL_RATIO = 16.0
+"""Largest pool size, as a multiple of K, that is a number."""
+
 
 class PartitionCall(AtomCall):
     """An atom that labels tokens by part of the image."""
@@ -103,7 +106,7 @@ class _SizedPool(_SourceCall):
     pool_ratio: float | None = Field(
         1.0,
         ge=0.25,
-        le=16.0,
+        le=MAX_POOL_RATIO,
         description="pool size as a multiple of K; null: every token outside the reference "
         "selection",
     )
@@ -224,7 +227,7 @@ class JoinedPool(PoolCall):
     """Parameters of multi_source_pool_builder."""
 
     pool_ratio: float = Field(
-        2.0, ge=0.25, le=16.0, description="pool size as a multiple of K"
+        2.0, ge=0.25, le=MAX_POOL_RATIO, description="pool size as a multiple of K"
     )
     sources: Annotated[
         tuple[Source, ...], Field(min_length=1, max_length=8, strict=False)
