@@ -423,7 +423,7 @@ class RoundEvaluator:
             if gap.verdict(errors=RACING_ERRORS) == "worse":
                 reason = f"behind {after}"
             elif resolution and gap.verdict(resolution) == "same":
-                reason = f"tied with the leader within {resolution:g} {after}"
+                reason = f"tied with the leader {after}"
             if reason:
                 candidate.result = self._result(candidate, "dropped", reason=reason)
             else:

@@ -106,20 +106,21 @@ class EvaluationBudget:
         if len(settings.budgets) > 1:
             cost += f", each at {len(settings.budgets)} budgets"
         if settings.races:
-            cost += self._describe_race()
+            cost += self._describe_race(resolution)
         return f"{round_text} {ending} {cost}."
 
-    def _describe_race(self) -> str:
+    def _describe_race(self, resolution: float) -> str:
         """Description of the race: after how many questions which candidates are dropped."""
         texts = [
             f"the best 1 in {divisor} after {count_of_share(share, self.questions)}"
             for share, divisor in RACING_STAGES
             if share < 1
         ]
+        tied = ", those tied with it within the resolution" if resolution else ""
         return (
             f". Dropped are those behind, by more than {RACING_ERRORS:g} standard errors "
-            f"below the leader, and of the others those outranked, not among "
-            f"{', or '.join(texts)} questions"
+            f"below the leader before the round{tied}, and of the others those outranked, not "
+            f"among {', or '.join(texts)} questions"
         )
 
 

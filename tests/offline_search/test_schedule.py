@@ -58,10 +58,12 @@ def test_prompts_say_what_a_candidate_costs_and_when_it_is_dropped() -> None:
     raced = EvaluationBudget(RACED, questions=128).describe_round(1, 0, 0.0)
     assert raced.endswith(
         "Another follows. A candidate is asked 128 questions at most, each at 2 budgets. Dropped "
-        "are those behind, by more than 3 standard errors below the leader, and of the others "
-        "those outranked, not among the best 1 in 3 after 16, or the best 1 in 2 after 64 "
-        "questions."
+        "are those behind, by more than 3 standard errors below the leader before the round, and "
+        "of the others those outranked, not among the best 1 in 3 after 16, or the best 1 in 2 "
+        "after 64 questions."
     )
+    tied = EvaluationBudget(RACED, questions=128).describe_round(1, 0, 0.1)
+    assert "those tied with it within the resolution, and of the others" in tied
     several = ROUNDS.model_copy(update={"budgets": (8, "1/4")})
     text = EvaluationBudget(several, questions=10).describe_round(1, 0, 0.0)
     assert text.endswith("A candidate is asked 10 questions, each at 2 budgets.")

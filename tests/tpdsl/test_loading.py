@@ -111,6 +111,8 @@ SINGLE: list[tuple[Changes, str, str, str]] = [
      "did you mean 'provenance'?"),
     ({"/reassembly/strength": 1.01}, "/reassembly/strength", "1.01 is refused",
      "input should be less than or equal to 1"),
+    ({"/constraints/pool/0/pool_ratio": 17}, "/constraints/pool/0/pool_ratio", "17 is refused",
+     "input should be less than or equal to 16, or null"),
     *(({place: value}, place, f"{text} is refused", "") for place, value, text in (
         ("/scoring/signals/0/sign", "±", '"±"'),
         ("/scoring/signals/0/weight", True, "true"),

@@ -18,14 +18,14 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 
 from vllm_autoprune.errors import Problem, StateError
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.registry import ATOMS
+from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall
 from vllm_autoprune.tpdsl.state import SCHEMA, Constraints, PruningState, Scoring
 
 MAX_BYTES = 1 << 20
@@ -366,6 +366,9 @@ _MESSAGES = {
 }
 """Pydantic error type -> message in terms of JSON instead of Python."""
 
+_BOUNDS = {"less_than", "less_than_equal", "greater_than", "greater_than_equal"}
+"""Pydantic error types of numbers outside their range."""
+
 
 def _problem(detail: ErrorDetails, data: JsonValue) -> Problem:
     kind = detail["type"]
@@ -399,17 +402,29 @@ def _problem(detail: ErrorDetails, data: JsonValue) -> Problem:
         ]
         return _unknown(field, value, allowed, where)
     message = _MESSAGES.get(kind, detail["msg"])
+    if kind in _BOUNDS and _accepts_null(parent, where.rpartition("/")[2]):
+        message += ", or null"
     what = f"{_format_value(value)} is refused"
     return Problem(where, what, message[:1].lower() + message[1:], "value")
+
+
+def _find_call(parent: JsonValue) -> type[AtomCall] | None:
+    """The parameters of the atom that an object calls; None if it calls none."""
+    atom = parent.get("atom") if isinstance(parent, dict) else None
+    return ATOMS[atom].call if isinstance(atom, str) and atom in ATOMS else None
+
+
+def _accepts_null(parent: JsonValue, name: str) -> bool:
+    """Whether the parameter ``name`` of the atom that ``parent`` calls may be null."""
+    call = _find_call(parent)
+    field = None if call is None else call.model_fields.get(name)
+    return field is not None and type(None) in get_args(field.annotation)
 
 
 def _missing(where: str, name: str, parent: JsonValue) -> Problem:
     """Of a required field: what it is, and its value in the smallest state."""
     outside = where.rpartition("/")[0]
-    atom = parent.get("atom") if isinstance(parent, dict) else None
-    model: type[BaseModel] = _PARTS.get(outside, PruningState)
-    if isinstance(atom, str) and atom in ATOMS:
-        model = ATOMS[atom].call
+    model: type[BaseModel] = _find_call(parent) or _PARTS.get(outside, PruningState)
     what = "required but missing"
     if (field := model.model_fields.get(name)) is not None:
         meaning = field.description or (field.annotation and field.annotation.__doc__)
