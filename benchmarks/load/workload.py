@@ -24,7 +24,6 @@ from benchmarks.common.requests import (
     draw_picture,
     encode_picture,
 )
-from benchmarks.load.own_data import choose_questions
 from benchmarks.load.settings import Workload
 
 _T = TypeVar("_T")
@@ -131,6 +130,9 @@ def _encode_drawn(workload: Workload) -> Iterator[Sequence[Mapping[str, object]]
 
 def _encode_own(workload: Workload) -> Iterator[Sequence[Mapping[str, object]]]:
     """Yield the messages of each of one's own questions, those of the warm-up last."""
+    # Reads data by packages that the image of the Kubernetes job lacks.
+    from benchmarks.load.own_data import choose_questions
+
     assert workload.data is not None
     pool = workload.requests if workload.cache == "unique" else workload.pool
     questions = choose_questions(

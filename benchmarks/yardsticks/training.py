@@ -140,10 +140,11 @@ class Training:
             help="folder of what is trained; one that has a stopped training goes on",
         )
         parser.add_argument("--seed", type=int, default=7, help="seed of the run")
+        options = parser.parse_args()  # `--help` must leave the process as it is
         torch.set_flush_denormal(True)
         # Two batches in parallel use two cores better than a single one with two threads.
         torch.set_num_threads(1)
-        train(cls(Recipe.read(model), **vars(parser.parse_args())))
+        train(cls(Recipe.read(model), **vars(options)))
 
     def run_stage(
         self,
