@@ -21,7 +21,8 @@ from vllm_autoprune.cli.flags import add_connection_flags, read_connection
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem
 from vllm_autoprune.evaluation.journal import JOURNAL, Case, Contents, Journal
-from vllm_autoprune.evaluation.lmms import LmmsSuite, select_benchmarks
+from vllm_autoprune.evaluation.lmms import LmmsSuite
+from vllm_autoprune.evaluation.lmms_benchmarks import select_benchmarks
 from vllm_autoprune.evaluation.run import FULL, Server, evaluate
 from vllm_autoprune.evaluation.scoring_request import pruning_options
 from vllm_autoprune.http_client import ServerClient

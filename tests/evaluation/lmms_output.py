@@ -6,13 +6,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_autoprune.evaluation.lmms import (
-    _Benchmark,
-)
+from vllm_autoprune.evaluation.lmms_benchmarks import Benchmark
 
 
 def write_output(
-    folder: Path, benchmark: _Benchmark, samples: Sequence[tuple[str, bool, int]]
+    folder: Path, benchmark: Benchmark, samples: Sequence[tuple[str, bool, int]]
 ) -> None:
     """The files of one task: the text of each answer, whether it is right, and its prompt tokens.
 

@@ -27,19 +27,19 @@ from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation import lmms
 from vllm_autoprune.evaluation.journal import MME, EvaluationError, Question, Total
 from vllm_autoprune.evaluation.journal import Answer as Scored
-from vllm_autoprune.evaluation.lmms import (
+from vllm_autoprune.evaluation.lmms_benchmarks import (
     BENCHMARKS,
     COLUMN_SETS,
     PINNED,
-    _Benchmark,
-    _read_output,
+    Benchmark,
     select_benchmarks,
 )
+from vllm_autoprune.evaluation.lmms_output import compute_iou, read_output
 
 FILES = Path(__file__).with_name("lmms_files")
 """What 0.7.3 wrote about four questions to a real server; in ``failed`` one answered 400."""
 PLUGIN = Path(lmms.__file__).with_name("lmms_plugin")
-OWN = _Benchmark("minillava", "minillava")
+OWN = Benchmark("minillava", "minillava")
 
 Captured = pytest.CaptureFixture[str]
 
@@ -61,10 +61,10 @@ def test_columns_tasks_and_sets_may_be_mixed() -> None:
 
 
 def records_of(
-    folder: Path, benchmark: _Benchmark = OWN
+    folder: Path, benchmark: Benchmark = OWN
 ) -> tuple[list[Scored], Total | None]:
     """Answers and total of a run."""
-    records = _read_output(folder, benchmark, "full")
+    records = read_output(folder, benchmark, "full")
     totals = [record for record in records if isinstance(record, Total)]
     return [r for r in records if isinstance(r, Scored)], totals[0] if totals else None
 
@@ -82,7 +82,7 @@ def test_real_files_are_parsed() -> None:
         value=100.0,
         count=4,
     )
-    records = _read_output(FILES / "answered", OWN, "full")
+    records = read_output(FILES / "answered", OWN, "full")
     # The document, and its image with it, is not among what is logged.
     images = {record.image for record in records if isinstance(record, Question)}
     assert images == {"minillava/264b78d7448f204c"}
@@ -141,7 +141,7 @@ def test_boxes_are_right_from_half_an_overlap_on_as_lmms_eval_counts_them(
         ((0.0, 0.0, 0.0, 0.0), 0.0),
         ((2.0, 2.0, 0.0, 0.0), 0.0),
     ):
-        assert lmms._compute_iou(truth, other) == pytest.approx(expected)
+        assert compute_iou(truth, other) == pytest.approx(expected)
     results = tmp_path / "now_results.json"
     results.write_text(results.read_text().replace("0.5}", "0.75}"))
     with pytest.raises(

@@ -27,7 +27,7 @@ from tests.offline_search.synthetic import (
     model_list,
 )
 from tests.tables import parametrize_from_file
-from vllm_autoprune.evaluation.lmms import PINNED, select_benchmarks
+from vllm_autoprune.evaluation.lmms_benchmarks import PINNED, select_benchmarks
 
 Json = dict[str, Any]
 Call = Callable[..., tuple[int, str]]

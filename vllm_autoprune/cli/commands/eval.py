@@ -197,7 +197,8 @@ def _build_suite(
     options: Namespace, cases: Sequence[Case], folder: Path
 ) -> QuestionSuite | LmmsSuite:
     """The suite of ``--data`` or ``--suite``."""
-    from vllm_autoprune.evaluation.lmms import LmmsSuite, select_benchmarks
+    from vllm_autoprune.evaluation.lmms import LmmsSuite
+    from vllm_autoprune.evaluation.lmms_benchmarks import select_benchmarks
     from vllm_autoprune.evaluation.question_suite import QuestionSuite
     from vllm_autoprune.evaluation.questions import read_questions
     from vllm_autoprune.evaluation.run import Server
