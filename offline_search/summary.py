@@ -267,6 +267,8 @@ class _Summary:
                 for call in state.scoring.signals
                 if not call.weight
             )
+            if not state.reads_quality:
+                yield "signals and fusion act on nothing: neither pool nor selector reads quality"
         if state.reassembly.idle:
             yield "reassembly changes no row"
 

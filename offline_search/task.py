@@ -37,8 +37,11 @@ discarded tokens that are assigned to each, its group, and their order. A pick t
 with the row that the base policy makes of it, any other with the vision tower's. Kept tokens \
 stand {positions}."""
 
-_EXCEPTIONS = """, but reference_strict_preservation_selector nothing, and \
-runtime_reference_anchor_pool_dpp_selector by the pool alone"""
+_EXCEPTIONS = """, but reference_strict_preservation_selector reads nothing, and three read it by \
+the pool alone: runtime_reference_anchor_pool_dpp_selector, and with {kernels} also \
+anchor_controlled_pool_dpp_selector and constrained_pool_dpp_selector. With these, signals and \
+fusion act at most on the order of rows where the pool does not read quality either, as \
+diversity_pool_builder does not, nor quality_pool_builder with pool_ratio null"""
 
 _PLACES: Mapping[Positions, str] = {
     "true": "where they stood in the whole image, whatever the order of rows",
@@ -91,7 +94,10 @@ def describe_task(settings: Settings) -> str:
     exceptions = ""
     if not is_small:
         quota += ", or up to K in quality_topk_selector, which has no q_e"
-        exceptions = _EXCEPTIONS
+        kernels = "pairwise_cosine_kernel"
+        if settings.library != "paper":
+            kernels += " or centred_cosine_kernel with weighted false"
+        exceptions = _EXCEPTIONS.format(kernels=kernels)
     parts = (
         _describe_goal(settings),
         _STEPS.format(

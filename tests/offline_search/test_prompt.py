@@ -143,6 +143,10 @@ SAID: dict[str, tuple[int, str]] = {
         "signals are min-max normalised in each image, to 0 to 1",
     ),
     "a selector without q_e": (1, "up to K in quality_topk_selector, which has no q_e"),
+    "what reads no quality": (
+        1,
+        "pairwise_cosine_kernel or centred_cosine_kernel with weighted false also anchor",
+    ),
     "what reads the kernel": (
         1,
         "The kernel acts in reference_residual_exchange_selector where",
@@ -207,6 +211,12 @@ async def test_prompts_say_what_proposers_asked_for(search: Searches) -> None:
     ]
     assert silent == []
     assert not any(ADVICE.findall(prompt) for prompt in prompts.values())
+
+
+def test_a_task_names_the_kernels_that_it_offers() -> None:
+    paper = describe_task(LISTS.model_copy(update={"library": "paper"}))
+    assert "and with pairwise_cosine_kernel also anchor_controlled" in paper
+    assert "centred_cosine_kernel" not in paper
 
 
 # ---- no contradiction ----

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
+from pydantic import JsonValue
 
 from offline_search.candidates import (
     Expectation,
     base_state,
     minimal_state,
+    nearest_state,
     paper_state,
 )
+from offline_search.components import JsonObject
 from offline_search.history import History, Trial
 from offline_search.settings import Settings
 from offline_search.summary import summarize
 from tests.offline_search.synthetic import trial
 from tests.tables import parametrize_from_file
 from vllm_autoprune.evaluation.questions import Example
-from vllm_autoprune.tpdsl.registry import AtomCall, default_call
+from vllm_autoprune.tpdsl.atoms.source import BudgetCall
+from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.refine import refine
+from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, default_call
+from vllm_autoprune.tpdsl.safety import synthetic_probes
 from vllm_autoprune.tpdsl.state import PruningState
 
 SETTINGS = Settings(budgets=(8,), base_policy="visionzip", proposer="scripted")
@@ -180,6 +189,61 @@ def test_what_does_not_act_is_not_printed() -> None:
     assert '"scoring":' not in line and '"scoring":' in line_of("1.1", text)
     # The changes of a scoring that is not printed would tell nothing.
     assert '"scoring":' in line_of("2.0", text)
+
+
+POOLS: list[list[JsonValue]] = [
+    [{"atom": "quality_pool_builder", "pool_ratio": 1.0}],
+    [{"atom": "quality_pool_builder", "pool_ratio": None}],
+    [{"atom": "spatial_coverage_pool_builder", "cells": 4}],
+    [{"atom": "diversity_pool_builder"}],
+    [
+        {"atom": "quality_pool_builder", "pool_ratio": 2.0},
+        {"atom": "diversity_pool_builder"},
+    ],
+    [{"atom": "multi_source_pool_builder", "pool_ratio": 1.0}],
+    [
+        {
+            "atom": "multi_source_pool_builder",
+            "sources": [{"atom": "diversity_pool_builder"}],
+        }
+    ],
+]
+
+
+@pytest.mark.parametrize("selector", ATOMS.names("selection_constraints"))
+def test_signals_that_change_no_pick_are_marked(selector: str) -> None:
+    """With every kernel and pool, whatever is scored; those of a DPP are marked exactly then."""
+    probe = synthetic_probes(40)[0]
+    call: JsonObject = {"atom": selector}
+    if "q_e" in ATOMS[selector].call.parameters():
+        call["q_e"] = 6
+    kernels: list[JsonValue] = [
+        {"atom": name} for name in ATOMS.names("similarity_kernel")
+    ]
+    kernels.append({"atom": "centred_cosine_kernel", "weighted": True})
+    marks = set[bool]()
+    for kernel, pool in itertools.product(kernels, POOLS):
+        picks: list[torch.Tensor] = []
+        for signal in ("visual_token_norm_saliency", "spatial_centrality_prior"):
+            document: JsonObject = {
+                "scoring": {
+                    "signals": [{"atom": signal}],
+                    "kernel": kernel,
+                    "fusion": {"atom": "weighted_sum_fusion"},
+                },
+                "constraints": {"pool": pool, "selector": call},
+                "reassembly": {"atom": "mean_residual"},
+            }
+            state = nearest_state(document, SETTINGS)
+            policy = materialize(state, BudgetCall.parse(8))
+            picks.append(refine(policy, probe).indices)
+        is_same = torch.equal(*picks)
+        text = line_of("1.0", summarize(history_of(trial("1.0", BASE + 1, state))))
+        is_marked = "; signals and fusion act on nothing: neither pool" in text
+        assert is_same or not is_marked, (kernel, pool)
+        assert "dpp" not in selector or is_same == is_marked, (kernel, pool)
+        marks.add(is_marked)
+    assert marks == ({True, False} if "dpp" in selector else {False})
 
 
 def test_exchanges_and_what_they_can_gain_are_told(history: History) -> None:

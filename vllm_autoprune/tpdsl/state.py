@@ -308,6 +308,16 @@ class PruningState(StatePart):
         """Whether rows are ordered by token quality g, which must then be computed."""
         return RECIPES[self.reassembly.atom].order.name == "score"
 
+    @property
+    def reads_quality(self) -> bool:
+        """Whether token quality g decides which tokens an exchange keeps, or the order of rows."""
+        constraints = self.constraints
+        return (
+            self.orders_by_quality
+            or constraints.selector.reads_quality(self.scoring.kernel)
+            or any(pool.reads_quality for pool in constraints.pool)
+        )
+
     def needs(self, *, exchange: bool) -> frozenset[Need]:
         """Optional inputs that the state reads, with or without its exchange."""
         policies = (

@@ -10,7 +10,13 @@ import pytest
 
 from benchmarks.search import __main__ as command
 from offline_search.ledger import TrialRecord, WinnerRecord
-from tests.offline_search.synthetic import HOSTILE, VALID_REPLIES, Searches, dataset
+from tests.offline_search.synthetic import (
+    HOSTILE,
+    VALID_REPLIES,
+    ScriptedProposer,
+    Searches,
+    dataset,
+)
 
 
 async def test_runs_and_proposers_have_a_table_of_their_candidates(
@@ -49,7 +55,8 @@ async def test_the_tables_are_printed_and_a_file_that_is_no_ledger_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     search = Searches(dataset(tmp_path / "data"), tmp_path)
-    await search(ledger="run.jsonl", seed=43)
+    replies = ScriptedProposer(VALID_REPLIES, in_order=True)
+    await search(replies, ledger="run.jsonl", seed=43)
     assert command.main(["runs", str(tmp_path / "run.jsonl")]) == 0
     text = capsys.readouterr().out
     assert "| run.jsonl | autoprune | scripted | 43 | 9 of 9 | 9 |" in text

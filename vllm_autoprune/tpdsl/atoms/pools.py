@@ -95,6 +95,11 @@ class PoolCall(AtomCall):
         """Largest size of the pool, for a reference selection of ``picked`` tokens."""
         return grid.tokens - picked
 
+    @property
+    def reads_quality(self) -> bool:
+        """Whether token quality decides which tokens are in the pool."""
+        return True
+
 
 class _SourceCall(PoolCall):
     """A pool builder that may be a source of ``multi_source_pool_builder``."""
@@ -114,6 +119,20 @@ class _SizedPool(_SourceCall):
     def most(self, grid: Grid, picked: int) -> int:
         """The pool size, capped at the number of tokens outside the reference selection."""
         return _size(self.pool_ratio, grid, picked)
+
+    @property
+    def reads_quality(self) -> bool:
+        """Whether the pool has a size: without one, every token is in it."""
+        return self.pool_ratio is not None
+
+
+class _DiversityPool(_SizedPool):
+    """Parameters of diversity_pool_builder."""
+
+    @property
+    def reads_quality(self) -> bool:
+        """False: cosines alone."""
+        return False
 
 
 class _CoveragePool(_SourceCall):
@@ -166,9 +185,9 @@ def _spatial_coverage_pool_builder(
     )
 
 
-@atom("candidate_pool", _SizedPool, origin="listed", cost=2.7)
+@atom("candidate_pool", _DiversityPool, origin="listed", cost=2.7)
 def _diversity_pool_builder(
-    call: _SizedPool,
+    call: _DiversityPool,
     tokens: VisualTokens,
     g: Tensor,
     reference: Tensor,
@@ -242,6 +261,11 @@ class JoinedPool(PoolCall):
     def most(self, grid: Grid, picked: int) -> int:
         """The pool size, capped at the number of tokens outside the reference selection."""
         return _size(self.pool_ratio, grid, picked)
+
+    @property
+    def reads_quality(self) -> bool:
+        """Whether a source does."""
+        return any(source.reads_quality for source in self.sources)
 
 
 @atom("candidate_pool", JoinedPool, cost=0.1)

@@ -123,12 +123,26 @@ class Kernel:
         return cls(tokens.cosine, sharpen(min_max_normalise(r, eps), theta))
 
 
-class _CosineKernel(AtomCall):
+class KernelCall(AtomCall):
+    """A similarity kernel."""
+
+    @property
+    def reads_quality(self) -> bool:
+        """Whether the kernel is scaled by token quality."""
+        return True
+
+
+class _CosineKernel(KernelCall):
     clamp_negative: bool = Field(False, description="count negative cosines as 0")
     shifted: bool = added(False, description="(1 + cosine) / 2, within 0 to 1")
 
+    @property
+    def reads_quality(self) -> bool:
+        """False: cosines alone."""
+        return False
 
-class _ConditionalKernel(AtomCall):
+
+class _ConditionalKernel(KernelCall):
     theta: float | None = Field(
         None,
         ge=0.0,
@@ -143,7 +157,7 @@ class _ConditionalKernel(AtomCall):
     )
 
 
-class _CentredKernel(AtomCall):
+class _CentredKernel(KernelCall):
     """Parameters of centred_cosine_kernel."""
 
     scale_variance: bool = Field(
@@ -153,8 +167,13 @@ class _CentredKernel(AtomCall):
         False, description="scale by the normalised token quality on both sides"
     )
 
+    @property
+    def reads_quality(self) -> bool:
+        """Whether it is weighted."""
+        return self.weighted
 
-SimilarityKernel = Annotated[AtomCall, OneOf("similarity_kernel")]
+
+SimilarityKernel = Annotated[KernelCall, OneOf("similarity_kernel", KernelCall)]
 
 
 @atom("similarity_kernel", _CosineKernel)

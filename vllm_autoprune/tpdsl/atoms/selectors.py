@@ -24,7 +24,7 @@ from vllm_autoprune.ops.rowwise import (
     rank_descending,
 )
 from vllm_autoprune.tpdsl.atoms.pools import PartitionCall
-from vllm_autoprune.tpdsl.atoms.scoring import Kernel
+from vllm_autoprune.tpdsl.atoms.scoring import Kernel, KernelCall
 from vllm_autoprune.tpdsl.base_policy import Given
 from vllm_autoprune.tpdsl.registry import AtomCall, OneOf, added, atom, run
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
@@ -41,6 +41,10 @@ class SelectorCall(AtomCall):
     def insists_on(self) -> int | None:
         """r_min if the state sets it; None if it follows from K."""
         return None
+
+    def reads_quality(self, kernel: KernelCall) -> bool:
+        """Whether token quality decides, besides the pool and with ``kernel``, what is kept."""
+        return True
 
 
 class _PreservingSelector(SelectorCall):
@@ -120,7 +124,15 @@ class _StrictSelector(_BoundedSelector):
     )
 
 
-class _CappedSelector(_BoundedSelector):
+class _AnchoredSelector(_BoundedSelector):
+    """Parameters of anchor_controlled_pool_dpp_selector."""
+
+    def reads_quality(self, kernel: KernelCall) -> bool:
+        """Whether the kernel does."""
+        return kernel.reads_quality
+
+
+class _CappedSelector(_AnchoredSelector):
     cell_cap: int = Field(
         4,
         ge=1,
@@ -128,6 +140,14 @@ class _CappedSelector(_BoundedSelector):
         description="largest number of kept tokens per part of the partition; anchors may exceed "
         "it, and it is ignored where every part is full",
     )
+
+
+class _InstructionSelector(_BoundedSelector):
+    """Parameters of runtime_reference_anchor_pool_dpp_selector."""
+
+    def reads_quality(self, kernel: KernelCall) -> bool:
+        """False: relevance to the instruction in place of it."""
+        return False
 
 
 class _MarginalSelector(_BoundedSelector):
@@ -394,9 +414,9 @@ def _maximal_marginal_relevance_pool_selector(
     return _exchange_in_sequence(revision, admits)
 
 
-@atom("selection_constraints", _BoundedSelector, cost=7.6)
+@atom("selection_constraints", _AnchoredSelector, cost=7.6)
 def _anchor_controlled_pool_dpp_selector(
-    call: _BoundedSelector, revision: SelectorInputs
+    call: _AnchoredSelector, revision: SelectorInputs
 ) -> Tensor:
     """Keep the base policy's first picks as anchors, then greedy DPP over pool and other picks."""
     return revision.select_anchored(revision.kernel)
@@ -404,12 +424,12 @@ def _anchor_controlled_pool_dpp_selector(
 
 @atom(
     "selection_constraints",
-    _BoundedSelector,
+    _InstructionSelector,
     needs=frozenset({"instruction"}),
     cost=7.6,
 )
 def _runtime_reference_anchor_pool_dpp_selector(
-    call: _BoundedSelector, revision: SelectorInputs
+    call: _InstructionSelector, revision: SelectorInputs
 ) -> Tensor:
     """Anchored DPP by relevance to the instruction; signals act by the pool, the kernel not."""
     r = revision.tokens.require_instruction().relevance()
