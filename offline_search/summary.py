@@ -50,6 +50,8 @@ _TITLE_OF_BEST = (
     "(the names of all atoms):"
 )
 
+_TITLE_OF_DROPPED = "Dropped in earlier rounds; the same policy is not measured again:"
+
 _OUTCOMES: Mapping[Verdict, Expectation] = {
     "better": "higher",
     "worse": "lower",
@@ -111,9 +113,7 @@ class _Summary:
             "Others that these name:": [
                 trial for trial in history.trials if trial.name in parents | same_as
             ],
-            "Dropped in earlier rounds; the same policy is not measured again:": dropped[
-                -_MAX_DROPPED:
-            ],
+            _TITLE_OF_DROPPED: dropped,
         }
         printed = set[str]()
         sections: dict[str, Sequence[Trial]] = {}
@@ -123,6 +123,8 @@ class _Summary:
                 for trial in trials
                 if trial.state is not None and trial.name not in printed
             ]
+            if title == _TITLE_OF_DROPPED:
+                sections[title] = sections[title][-_MAX_DROPPED:]
             printed |= {trial.name for trial in sections[title]}
         return sections
 
@@ -131,6 +133,19 @@ class _Summary:
         """The candidates that are printed, and the base policy, by name."""
         trials = chain([self.history.base], *self.sections.values())
         return {trial.name: trial for trial in trials}
+
+    @cached_property
+    def named(self) -> Mapping[str, Trial]:
+        """The measured parents of printed candidates that are not printed themselves, by name."""
+        history = self.history
+        trials: dict[str, Trial] = {}
+        for child in self.printed.values():
+            for name in child.proposal.parents[:1]:
+                parent = history.find(name)
+                measured = history.find_measured(name)
+                if parent and measured and measured.values is not None:
+                    trials |= {trial.name: trial for trial in (parent, measured)}
+        return {name: trials[name] for name in trials if name not in self.printed}
 
     def lines(self) -> Iterator[str]:
         """The summary, line by line."""
@@ -152,6 +167,10 @@ class _Summary:
                 yield title
             for trial in trials:
                 yield f"- {self._describe(trial)}"
+        if self.named:
+            yield "Parents of these, whose policies are not printed again:"
+        for trial in self.named.values():
+            yield f"- {self._describe_score(trial)}"
         yield from self._describe_ties()
         yield from self._describe_hypotheses()
         yield from self._describe_failures()
@@ -230,20 +249,25 @@ class _Summary:
 
     def _describe(self, trial: Trial) -> str:
         """One candidate on one line: score, differences, what it did, and its policy."""
+        text = self._describe_score(trial)
+        if trial.values is not None:
+            text += f" ({'; '.join(self._list_figures(trial))})"
+        return f"{text}; {self._describe_policy(trial)}"
+
+    def _describe_score(self, trial: Trial) -> str:
+        """Name and score of a candidate, on how many questions, and why it was dropped."""
         status = trial.result.status
-        policy = self._describe_policy(trial)
         if status == "same":
             score = format_score(self.history.objective_of(trial.name))
             twin = f"of {trial.result.same_as}, whose tokens and rows it has"
-            return f"{trial.name}: {score} {twin}; {policy}"
+            return f"{trial.name}: {score} {twin}"
         if trial.values is None:
-            return f"{trial.name}: not measured, {trial.result.reason[:100]}; {policy}"
+            return f"{trial.name}: not measured, {trial.result.reason[:100]}"
         count = self.history.count_questions(trial)
         score = f"{format_score(self.history.estimate(trial))} on {count} questions"
         if status == "dropped":
             score += f", then dropped: {trial.result.reason}"
-        figures = "; ".join(self._list_figures(trial))
-        return f"{trial.name}: {score} ({figures}); {policy}"
+        return f"{trial.name}: {score}"
 
     def _list_figures(self, trial: Trial) -> Iterator[str]:
         """Differences, scores by category, exchanges and idle parts of a measured candidate."""
@@ -273,14 +297,14 @@ class _Summary:
             yield "reassembly changes no row"
 
     def _list_references(self, trial: Trial) -> Iterator[str]:
-        """Names of the leader, and of a printed parent, unless they are the candidate itself."""
+        """Names of the leader, and of a measured parent, unless they are the candidate itself."""
         if trial is not self.leader:
             yield self.leader.name
         name = (*trial.proposal.parents[:1], BASE_PARENT)[0]
         parent = self.history.find_measured(name)
         if parent is None or parent is trial or parent is self.leader:
             return
-        if name in self.printed:
+        if name in self.printed or name in self.named:
             yield name
 
     def _list_categories(self, trial: Trial) -> Iterator[str]:

@@ -249,7 +249,7 @@ def read_problems(prompt: str) -> list[str]:
     problems: list[str] = []
     printed = re.findall(r"^- (\d+\.\d+): ", prompt, re.MULTILINE)
     named = re.findall(
-        r"(?: of| than| as|;|to|from) (\d+\.\d+)(?: with|,|;|\)|$)", prompt
+        r"(?: of| than| as|;|to|from) (\d+\.\d+)(?: with|,|;|\)| [+-]|$)", prompt
     )
     problems += [f"{name} is named only" for name in {*named} - {*printed}]
     problems += [

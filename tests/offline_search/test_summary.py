@@ -129,6 +129,32 @@ def test_duplicates_and_dropped_ones_are_printed_as_all_others(
     assert again.partition("; ")[2] == dropped.partition("; ")[2] and again not in title
 
 
+def test_what_a_line_names_is_printed_and_drops_of_earlier_rounds_are_not_crowded_out() -> (
+    None
+):
+    """1.1 and its duplicate 1.2 are the parents of what only earlier rounds tested."""
+    paper = paper_state(SETTINGS)
+    changed = paper_state(SETTINGS, quota=4)
+    few = minimal_state(SETTINGS)
+    text = summarize(
+        history_of(
+            trial("1.0", [-2.5] * 2, few, "dropped", parent="1.2"),
+            trial("1.1", BASE + 0.5, paper),
+            trial("1.2", None, paper, "same", reason="1.1"),
+            trial("2.0", BASE + 2.0, changed, parent="1.1"),
+            *(trial(f"3.{n}", [-2.9] * 2, few, "dropped") for n in range(9)),
+        )
+    )
+    dropped = text.split("Dropped in earlier rounds; ")[1].splitlines()[1]
+    assert dropped.startswith("- 1.0: ") and "; to 1.2 +0 ± " in dropped
+    assert "(to 1.1 +1500 ± 0, higher (of 16, 16 up, 0 down); " in line_of("2.0", text)
+    assert '"scoring":' in line_of("2.0", text)
+    assert text.split("policies are not printed again:\n")[1].splitlines() == [
+        "- 1.1: -2500 on 16 questions",
+        "- 1.2: -2500 of 1.1, whose tokens and rows it has",
+    ]
+
+
 def test_rounds_are_compared_on_the_scale_of_all_scores(history: History) -> None:
     text = "Best and median score of each round's candidates, as estimated now: "
     assert f"{text}1: -1750, -1750; 2: -750, -1700." in summarize(history)
