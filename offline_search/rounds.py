@@ -29,6 +29,7 @@ from offline_search.ledger import (
 )
 from offline_search.schedule import RACING_ERRORS, RACING_STAGES, count_of_share
 from offline_search.settings import Settings
+from offline_search.summary import format_score
 from vllm_autoprune.errors import AutopruneError, EvaluationFailed
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.ops.rowwise import mask_from_indices
@@ -419,18 +420,24 @@ class RoundEvaluator:
         for candidate in _unfinished(candidates):
             values = self._values(candidate)
             gap = compare(questions, values, reference)
+            difference = f"{format_score(gap.value)} ± {1000 * gap.error:.0f}"
+            details = f"{after}, with {difference} to the leader before the round"
             reason = ""
             if gap.verdict(errors=RACING_ERRORS) == "worse":
-                reason = f"behind {after}"
+                reason = f"behind {details}"
             elif resolution and gap.verdict(resolution) == "same":
-                reason = f"tied with the leader {after}"
+                reason = f"tied {details}"
             if reason:
                 candidate.result = self._result(candidate, "dropped", reason=reason)
             else:
                 undecided.append((float(values.mean()), candidate))
         undecided.sort(key=lambda entry: -entry[0])
-        for _, candidate in undecided[math.ceil(len(undecided) / divisor) :]:
-            reason = f"outranked {after}"
+        best = math.ceil(len(undecided) / divisor)
+        for place, (mean, candidate) in enumerate(undecided[best:], best + 1):
+            reason = (
+                f"outranked {after}, at place {place} of {len(undecided)} by the mean of the "
+                f"answers so far, {format_score(mean)}"
+            )
             candidate.result = self._result(candidate, "dropped", reason=reason)
 
     def _result(

@@ -62,14 +62,17 @@ _EQUAL_SIGNALS = (
 )
 
 _SCORES = """Scores: a score is {score}: 0 is as with all tokens, higher is better. All scores of \
-a prompt are on one scale: each is an estimate for all questions that were asked so far, whichever \
-of them its candidate was asked, corrected for how difficult those were and weighted by category. \
-So all of them are computed again after every round, and a score may differ from that in an \
-earlier prompt; one of few questions may be corrected to above 0. A difference is the mean over \
-the n questions that both were asked, ± its standard error over images, which is unknown for fewer \
-than four; scores are estimates for all questions asked so far, so they need not differ by that. \
-It is *higher* or *lower* if it exceeds two standard errors, else *same* if it and two standard \
-errors, added, do not exceed the resolution, else *undecided*."""
+a prompt are on one scale: each is an estimate for all questions that were asked so far, \
+whichever of them its candidate was asked, corrected for how difficult those were and weighted by \
+category. So all of them are computed again after every round, and a score may differ from that \
+in an earlier prompt; one of few questions may be corrected to above 0. A difference is the mean \
+over the n questions that both were asked, ± its standard error over images, which is unknown for \
+fewer than four; scores are estimates for all questions asked so far, so they need not differ by \
+that. Of a candidate that was asked fewer questions than the leader, the differences are more \
+certain than the score, which assumes that the questions it was not asked are as hard for it as \
+for the candidates that were asked them. A difference is *higher* or *lower* if it exceeds two \
+standard errors, else *same* if it and two standard errors, added, do not exceed the resolution, \
+else *undecided*."""
 
 _OBJECTIVES: Mapping[Objective, str] = {
     "quality": "the mean log-probability of the reference answers less that of the model with all "

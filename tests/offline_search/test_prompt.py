@@ -7,6 +7,7 @@ import re
 from random import Random
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,6 +24,7 @@ from offline_search.candidates import (
 from offline_search.choices import RandomSource
 from offline_search.history import History
 from offline_search.image_facts import ImageFacts
+from offline_search.ledger import EvaluationRecord, ProposalRecord, TrialRecord
 from offline_search.prompt import (
     crossover_prompt,
     describe_request,
@@ -143,6 +145,10 @@ SAID: dict[str, tuple[int, str]] = {
         "signals are min-max normalised in each image, to 0 to 1",
     ),
     "a selector without q_e": (1, "up to K in quality_topk_selector, which has no q_e"),
+    "few questions": (
+        1,
+        "fewer questions than the leader, the differences are more certain than the",
+    ),
     "what reads no quality": (
         1,
         "pairwise_cosine_kernel or centred_cosine_kernel with weighted false also anchor",
@@ -217,6 +223,37 @@ def test_a_task_names_the_kernels_that_it_offers() -> None:
     paper = describe_task(LISTS.model_copy(update={"library": "paper"}))
     assert "and with pairwise_cosine_kernel also anchor_controlled" in paper
     assert "centred_cosine_kernel" not in paper
+
+
+async def test_a_drop_has_the_figure_behind_it(search: Searches) -> None:
+    """In the first round the leader before it is the base policy."""
+    replies = [list_reply(3 * number, 3) for number in range(9)]
+    await search(replies, strategy="autoprune+", rounds=2, proposals_per_reply=3)
+    answers: dict[str, list[float]] = {}
+    for record in search.records(EvaluationRecord):
+        if record.split == "search":
+            answers.setdefault(record.digest, []).extend(record.logprob)
+    digests = {record.name: record.digest for record in search.records(ProposalRecord)}
+    places: list[int] = []
+    for result in search.records(TrialRecord):
+        if result.round != 1 or result.status != "dropped":
+            continue
+        score, full, base = (
+            1000 * float(np.mean(answers[digest][: result.examples]))
+            for digest in (
+                digests[result.name],
+                "full",
+                base_state(settings_of()).digest,
+            )
+        )
+        behind = re.search(r"with ([+-]\d+) ± \d+ to the leader before", result.reason)
+        outranked = re.search(r"place (\d) of 9 by .* far, ([+-]\d+)$", result.reason)
+        if behind:
+            assert float(behind[1]) == pytest.approx(score - base, abs=1)
+        if outranked:
+            assert float(outranked[2]) == pytest.approx(score - full, abs=1)
+            places.append(int(outranked[1]))
+    assert sorted(places) == [4, 5, 6, 7, 8, 9]
 
 
 # ---- no contradiction ----
