@@ -75,3 +75,18 @@ def write(folder: Path, files: Mapping[str, str | bytes]) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_file(folder / name, content)
     return folder
+
+
+def list_asked(path: Path, frames: int = 0) -> list[Asked]:
+    """The questions of a file, with or without answers, and the names of their pictures."""
+    questions = read_questions(path, unlabelled=True, frames=frames)
+    return [
+        (
+            question.text,
+            question.answers,
+            question.rule,
+            question.record.benchmark,
+            [picture.name for picture in question.pictures],
+        )
+        for question in questions
+    ]

@@ -17,6 +17,7 @@ from tests.evaluation.question_files import (
     SHORT,
     Asked,
     jsonl,
+    list_asked,
     refuse_questions,
     write,
 )
@@ -300,20 +301,6 @@ LAYOUTS: Mapping[str, tuple[Mapping[str, str | bytes], Sequence[Asked]]] = {
 }  # fmt: skip
 
 
-def list_asked(path: Path, frames: int = 0) -> list[Asked]:
-    questions = read_questions(path, unlabelled=True, frames=frames)
-    return [
-        (
-            question.text,
-            question.answers,
-            question.rule,
-            question.record.benchmark,
-            [picture.name for picture in question.pictures],
-        )
-        for question in questions
-    ]
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_published_layout_is_asked_and_scored_as_its_authors_do(
     tmp_path: Path, name: str
@@ -447,9 +434,10 @@ def test_options_of_ones_own_are_asked_and_scored_by_letter_text_or_number(
     assert list_asked(tmp_path / "q.jsonl") == [
         (text, accepted, "choice", "c", ["a.png"])
     ]
-    write(tmp_path, {"q.jsonl": jsonl({**line, "answers": ["3", "2"]})})
-    problem = refuse_questions(tmp_path / "q.jsonl")[0]
-    assert "has 2 answers, and options" in problem
+    for answers in ({"answers": ["3", "2"]}, {"answers": ["3"], "answer": "2"}):
+        write(tmp_path, {"q.jsonl": jsonl({**line, **answers})})
+        problem = refuse_questions(tmp_path / "q.jsonl")[0]
+        assert "has 2 answers, and options" in problem
 
 
 WRONG = {

@@ -21,6 +21,7 @@ from tests.evaluation.question_files import (
     Asked,
     assert_told,
     jsonl,
+    list_asked,
     refuse_questions,
     write,
 )
@@ -185,17 +186,7 @@ FORMATS: Mapping[str, tuple[str, dict[str, str | bytes], list[Asked]]] = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_is_recognised_by_its_content(tmp_path: Path, name: str) -> None:
     path, files, expected = FORMATS[name]
-    questions = read_questions(write(tmp_path, files) / path, unlabelled=True)
-    assert [
-        (
-            each.text,
-            each.answers,
-            each.rule,
-            each.record.benchmark,
-            [picture.name for picture in each.pictures],
-        )
-        for each in questions
-    ] == expected
+    assert list_asked(write(tmp_path, files) / path) == expected
 
 
 def test_turns_of_a_conversation_are_kept_and_pictures_sent_as_they_are(

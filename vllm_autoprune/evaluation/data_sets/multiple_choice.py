@@ -39,7 +39,11 @@ def read_own_options(record: Record) -> AskedQuestion:
     options = read_options(record, column)
     other_fields = {n: value for n, value in record.fields.items() if n != column}
     fields = find_own_fields(record._replace(fields=other_fields))
-    answers = list_texts(fields.pop("answers", None) or fields.pop("answer", None))
+    answers = [
+        text
+        for name in ("answer", "answers")
+        for text in list_texts(fields.pop(name, None))
+    ]
     if len(answers) > 1:
         what = f"has {len(answers)} answers, and options"
         fix = "give one, or leave the options out"
