@@ -202,7 +202,7 @@ def test_a_video_is_decoded_and_encoded_whole_whatever_is_pruned(
     record = advise("--budget", "tokens_per_frame:3")
     assert record["positions"].endswith("because the model has M-RoPE.")
     rows = record["rows"]
-    ways = [(row["way"], row["frames"], row["tokens"]) for row in rows]
+    ways = [(row["way"], row["temporal groups"], row["tokens"]) for row in rows]
     assert ways == [("whole", 4, 48), ("pruned", 4, 12), ("fewer frames", 1, 12)]
     vision = {"hidden_size": 1280, "out_hidden_size": 3584}
     config = AutoConfig.for_model("qwen2_5_vl", vision_config=vision)
@@ -232,6 +232,6 @@ def test_files_of_videos_are_sampled_and_others_refused(
     advise: Advise, tmp_path: Path
 ) -> None:
     rows = advise(video=write_video(tmp_path / "a.mp4", 40))["rows"]
-    assert rows[0]["frames"] == 5, "two frames a second, in pairs"
+    assert rows[0]["temporal groups"] == 5, "two frames a second, in pairs"
     wrong = advise(video=tmp_path / "frames/0.png", status=1)
     assert wrong["problems"][0]["fix"] == "give one, or a folder of frames"

@@ -90,13 +90,13 @@ class Picture(NamedTuple):
 class Video(NamedTuple):
     """A video: the data URL that a server is sent, and the frames that vLLM samples of it.
 
-    ``seconds`` is the processor time of decoding; ``note`` says which of ``total`` frames were left
+    ``decoding_seconds`` is processor time; ``note`` says which of ``total`` frames were left
     out.
     """
 
     url: str
     frames: Sequence[Image.Image]
-    seconds: float
+    decoding_seconds: float
     total: int
     note: str = ""
 

@@ -138,9 +138,12 @@ def _choose_image_model(checkpoint: str | None) -> _Model:
 
 
 class _Way(NamedTuple):
-    """Cost of a way to serve a video: temporal groups, tokens, TFLOPs of tower and prefill."""
+    """Cost of a way to serve a video; ``tower`` and ``prefill`` are in TFLOPs.
 
-    frames: int
+    A temporal group is the frames that the tower encodes together.
+    """
+
+    groups: int
     tokens: int
     tower: float
     prefill: float
@@ -189,11 +192,11 @@ def advise_video(options: Namespace) -> int:
         "pruned": cost(groups, budget),
         "fewer frames": cost(fewer_groups, fewer_groups * group_tokens),
     }
-    verdict = list(_judge_video(ways, can_prune, video.seconds, flags))
-    head = ("frames", "tokens", "tower, TFLOPs", "prefill, TFLOPs")
+    verdict = list(_judge_video(ways, can_prune, video.decoding_seconds, flags))
+    head = ("temporal groups", "tokens", "tower, TFLOPs", "prefill, TFLOPs")
     _, positions = describe_positions(state, model.config)
     record = {
-        "decoding_seconds": video.seconds,
+        "decoding_seconds": video.decoding_seconds,
         "rows": [
             {"way": name, **dict(zip(head, way, strict=True))}
             for name, way in ways.items()
@@ -206,7 +209,7 @@ def advise_video(options: Namespace) -> int:
         f"tokens; K = {budget}, {budget / groups:.3g} of each"
     )
     cells = [
-        [name, way.frames, way.tokens, f"{way.tower:#.3g}", f"{way.prefill:#.3g}"]
+        [name, way.groups, way.tokens, f"{way.tower:#.3g}", f"{way.prefill:#.3g}"]
         for name, way in ways.items()
     ]
     print_result(
@@ -238,8 +241,9 @@ def _judge_video(
 ) -> Iterator[str]:
     """Sentences on whether pruning saves FLOPs, and on whether decoding outweighs what it saves.
 
-    With the rate of prefill in ``flags``, times of all parts are compared. Without it, the speed
-    is told at which the FLOPs that pruning saves take as long as ``decoding``, in seconds.
+    If ``flags`` has the time of prefill, the times of all parts are compared. If not, the last
+    sentence gives the speed at which the FLOPs that pruning saves take as long as ``decoding``, in
+    seconds.
     """
     unpruned = ways["whole"]
     pruned = ways["pruned"]

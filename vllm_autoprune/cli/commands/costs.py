@@ -196,11 +196,11 @@ def _add_advise(parser: ArgumentParser) -> None:
     )
     text = "what its tower and prefill cost with and without its blank cells (--autoprune-cells)"
     group.add_argument("--image", metavar="FILE|URL", help=text)
-    text = "what decoding, tower and prefill of a video cost; of --budget, --state, and in seconds "
-    text += "where --prefill-ms-per-token is given"
+    text = "what decoding, tower and prefill of a video cost with --budget or --state; in seconds "
+    text += "too if --prefill-ms-per-token is given"
     group.add_argument("--video", metavar="FILE|URL|FOLDER", help=text)
-    text = "a folder, or an id on the Hub, whose processor splits it (default: as Qwen3-VL-8B's, "
-    text += "of a video Qwen2.5-VL-7B's); without either, the model whose positions are told"
+    text = "model of the picture or video: a folder, or an id on the Hub (default: Qwen3-VL-8B; "
+    text += "for a video, Qwen2.5-VL-7B). Without either, the model whose positions are described"
     group.add_argument("--checkpoint", metavar="DIR|HF_ID", help=text)
     text = "draw it with the cells that `flat` drops in grey, as a .png"
     group.add_argument("-o", "--output", type=Path, metavar="FILE", help=text)
@@ -213,7 +213,10 @@ def _add_advise(parser: ArgumentParser) -> None:
     "--probe 1024x768. Formulas and what to do: docs/choosing.md.",
 )
 def _advise(options: Namespace) -> int:
-    """Say which kind of state pays for your traffic, and whether pruning helps at all."""
+    """Say which kind of state pays for your traffic, and whether pruning helps at all.
+
+    With ``--image`` or ``--video``, print the costs of that picture or video instead.
+    """
     # Imported here, because that module imports PIL and transformers, which takes seconds.
     if options.image is not None:
         from vllm_autoprune.cli.commands.advise_media import advise_image
@@ -232,12 +235,12 @@ def _advise(options: Namespace) -> int:
         _, note = describe_positions(load_state(state), config)
         inputs.notes.append(note)
     estimates = estimate_ways(traffic, timings)
-    # A resample may have a time of 0 s, but Timings must be above 0.
+    # A repeat may have a time of 0 s, but Timings must be above 0.
     repeats = [
         timings.model_copy(
-            update={name: max(seconds, 1e-9) for name, seconds in resample.items()}
+            update={name: max(seconds, 1e-9) for name, seconds in repeat.items()}
         )
-        for resample in inputs.repeats
+        for repeat in inputs.repeats
     ]
     verdict = judge(traffic, estimates, repeats)
     record = {

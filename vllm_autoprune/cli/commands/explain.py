@@ -38,7 +38,7 @@ from vllm_autoprune.tpdsl.materialize import materialize
     ),
     argument(
         "--state",
-        help="file, or name of a shipped state (default: autoprune, of a video vcast)",
+        help="file, or name of a shipped state (default: autoprune; for a video, vcast)",
     ),
     argument(
         "--budget",
