@@ -232,12 +232,16 @@ class HeldOutEvaluator:
 
 
 def _combined_estimate(finalist: _Finalist, history: History) -> float:
-    """Objective over the examples of the search and validation splits."""
-    searched = len(history.examples)
+    """A finalist's objective on the search and validation splits together.
+
+    It is the mean of the estimate on the one and the value on the other, weighted by their numbers
+    of examples.
+    """
+    search_examples = len(history.examples)
     validation = finalist.validation
-    total = searched * (history.estimate(finalist.trial) or 0.0)
+    total = search_examples * (history.estimate(finalist.trial) or 0.0)
     total += validation.examples * validation.objective.value
-    return round(total / (searched + validation.examples), 6)
+    return round(total / (search_examples + validation.examples), 6)
 
 
 def _correct_shares(answers: Sequence[Answers]) -> Floats:

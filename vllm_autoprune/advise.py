@@ -172,7 +172,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """Time to first token of a question, in seconds, and where it goes."""
+    """Time to first token of a question, in seconds, and its ``seconds`` by part of the work."""
 
     ttft: float
     seconds: Mapping[str, float]

@@ -273,11 +273,11 @@ class Journal(RecordFile[Record]):
         self.contents = Contents(self.records)
 
     def append(self, records: Sequence[Record]) -> None:
-        """Append those of ``records`` that are new, in one write.
+        """Append those of ``records`` that are new or changed, in one write.
 
-        Raises :class:`EvaluationError` if the set-up, a case or a question differs from its earlier
-        record, or if the file cannot be written. ``refused`` and ``served`` of a case may differ,
-        because the server may have been started anew.
+        Raises :class:`EvaluationError` if the set-up, a case or a question differs from the earlier
+        record of the same name, or if the file cannot be written. ``refused`` and ``served`` of a
+        case may differ, because the server may have been started anew.
         """
         new = []
         for record in records:

@@ -161,8 +161,8 @@ class LmmsSuite:
         }
         path = [str(_PLUGIN), *filter(None, [os.environ.get("PYTHONPATH")])]
         variables = {
-            # OpenAI's client refuses to start without a key. This variable is the judge's; the key
-            # of the server under test is among its headers.
+            # OpenAI's client refuses to start without a key. This one is for the judge; a key of
+            # the server under test is in `headers`.
             "OPENAI_API_KEY": "none",
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path),
@@ -180,8 +180,8 @@ class LmmsSuite:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 check=False,
-                # lmms-eval mistakes a folder of its working directory that has a task's name for
-                # the task. The report's own folder has none.
+                # lmms-eval takes a folder with a task's name in its working directory for the task.
+                # This folder contains no folders yet.
                 cwd=folder,
                 env=variables,
             )

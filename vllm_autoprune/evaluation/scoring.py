@@ -119,7 +119,7 @@ class Scoring:
         if MME in benchmarks:
             metrics["mme"] = benchmarks[MME]
         if self._has_labels:
-            metrics |= self._summarise(benchmarks, scores, pairs)
+            metrics |= self._measure_accuracy(benchmarks, scores, pairs)
         for name, unit, column in (
             ("logprob", 1, _Column.of([answer.logprob for answer in ordered])),
             ("per_token", 1, _Column.of([answer.per_token for answer in ordered])),
@@ -169,10 +169,14 @@ class Scoring:
                 benchmarks[name] = benchmarks[name] / (2 * len(parts))
         return benchmarks
 
-    def _summarise(
+    def _measure_accuracy(
         self, benchmarks: Mapping[str, Floats], scores: _Column, pairs: _Column
     ) -> dict[str, Floats]:
-        """*Acc.* if every benchmark has a score, and accuracy and accuracy+ of all questions."""
+        """Figures of right answers: ``acc``, ``accuracy`` and ``accuracy_plus``, in per cent.
+
+        *Acc.* is left out unless every benchmark has a score. The others are means over the scored
+        questions and over the pairs of two scored questions, and are left out if there are none.
+        """
         metrics = dict[str, Floats]()
         if benchmarks.keys() == {question.benchmark for question in self._questions}:
             scaled = [
