@@ -159,7 +159,11 @@ def _draw_requests(workload: Workload) -> list[_Request]:
 
 
 def _choose_identities(workload: Workload) -> list[int]:
-    """For each measured request, the index of the request that it repeats, by Zipf's law."""
+    """The identity of each measured request, by which its images are drawn or chosen.
+
+    Requests about the same images have the same identity, a number below the size of the pool,
+    drawn by Zipf's law. With the cache ``unique`` all identities differ.
+    """
     if workload.cache == "unique":
         return list(range(workload.requests))
     weights = np.arange(1, workload.pool + 1, dtype=np.float64) ** -workload.zipf

@@ -95,8 +95,8 @@ class Study:
     """Searches of one folder: each arm with each seed, and otherwise the same settings.
 
     ``at_once`` searches run together, because a small model answers 25 prompts in little more time
-    than 5. Searches are independent, so their records are the same except for times. The
-    ``leaders`` best candidates of each search are measured on new questions too.
+    than 5. This changes nothing but the times in a search's records, because searches are
+    independent. The ``leaders`` best candidates of each search are measured on new questions too.
     """
 
     folder: Path

@@ -145,7 +145,7 @@ def _draw_clip(
 
 
 def _draw_picture(
-    seed: int, kind: Literal["scenes", "pages"], *, unseen: bool, clean: bool
+    seed: int, category: Literal["scenes", "pages"], *, unseen: bool, clean: bool
 ) -> _Picture:
     """Draw a picture for mini-Qwen3-VL, of a size of the test split alone if ``unseen``."""
     sizes = pages.UNSEEN_SIZES if unseen else pages.SIZES
@@ -153,13 +153,13 @@ def _draw_picture(
     size = random.Random(seed + 2).choice(sizes)
     rng = random.Random(seed)
     content: scenes.Scene | pages.Page
-    if kind == "pages":
+    if category == "pages":
         content = pages.Page.draw(rng, rng.choice(pages.PAGE_STYLES), size)
         images, _ = pages.render_pages([content], seed, clean=clean)
     else:
         scene = size.draw_scene(rng)
         images, (content,) = size.render_scenes([scene], seed, clean=clean)
-    return _Picture(images[0], content, size.cells, CATEGORIES["miniqwen"][kind])
+    return _Picture(images[0], content, size.cells, CATEGORIES["miniqwen"][category])
 
 
 def draw_examples(
@@ -174,21 +174,20 @@ def draw_examples(
 
     A picture of mini-LLaVA has 15 to 19 questions, one of mini-Qwen3-VL 6 to 14, and a clip 6 to 8.
     With fewer images, the examples are the first ones of a larger draw. ``clean`` images have no
-    grain, as documents have none. In the test split, one image in four has an arrangement, size or
-    number of frames that training never uses, and another one in four has wordings that training
-    never uses. With ``brief_frames`` every clip has that many frames, and a shape that comes and
-    goes again is there for a single one.
+    grain, and ``clean`` pages no photograph behind the text, as documents have neither. In the test
+    split, one image in four has an arrangement, size or number of frames that training never uses,
+    and another one in four has wordings that training never uses. With ``brief_frames`` every clip
+    has that many frames, and a shape that comes and goes again is there for a single one.
     """
     examples: list[Example] = []
     next_pair = 0
     attempts = _ATTEMPTS[model]
     for image_id in range(images):
-        quarter = 0  # 1: unseen layouts, 3: unseen wordings
-        if split == "test":
-            # mini-Qwen3-VL's scenes and pages alternate.
-            quarter = (image_id // 2 if model == "miniqwen" else image_id) % 4
+        # mini-Qwen3-VL's scenes and pages alternate, so they are numbered separately.
+        number = image_id // 2 if model == "miniqwen" else image_id
+        unseen = split == "test" and number % 4 == 1
+        unseen_wordings = split == "test" and number % 4 == 3
         seed = SEEDS[split][image_id]
-        unseen = quarter == 1
         if model == "minillava":
             picture = _draw_scene(seed, unseen=unseen, clean=clean)
         elif model == "clips":
@@ -196,14 +195,14 @@ def draw_examples(
                 seed, unseen=unseen, clean=clean, brief_frames=brief_frames
             )
         else:
-            kind: Literal["scenes", "pages"] = "pages" if image_id % 2 else "scenes"
-            picture = _draw_picture(seed, kind, unseen=unseen, clean=clean)
+            category: Literal["scenes", "pages"] = "pages" if image_id % 2 else "scenes"
+            picture = _draw_picture(seed, category, unseen=unseen, clean=clean)
         # A generator of its own keeps the questions independent of how the picture is drawn.
         questions = Questions(
             random.Random(seed + 1),
             picture.content,
             picture.cells,
-            UNSEEN if quarter == 3 else SEEN,
+            UNSEEN if unseen_wordings else SEEN,
         )
         # A group is one open question, or the two questions of a yes/no pair.
         groups = [

@@ -45,11 +45,11 @@ _NUMBERS = range(10, 100)
 # Clutter: range of the share of free cells with a mark, and of free places with nonsense.
 _MARKED = (0.2, 0.8)
 _NONSENSE = (0.0, 0.6)
-# Share of shapes and lines that are faint, and the range of their opacity.
+# Share of shapes and texts that are faint, and the range of their opacity.
 _FAINT = 0.3
 _FAINT_PAINT = (0.5, 0.85)
 _FAINT_INK = (0.38, 0.85)
-# Number of words that are on no page, for the questions whose answer is "no".
+# Minimum number of words missing from a list or table, for the questions whose answer is "no".
 _RESERVED = 4
 
 PageStyle = Literal["list", "table", "full"]
@@ -249,12 +249,13 @@ class Page:
         size: Size,
         max_words: int = len(WORDS),
     ) -> Page:
-        """Draw a random page of at most `max_words` words, 4 or more.
+        """Draw a random page of at most `max_words` words, without a word or number twice.
 
-        No word and no number occurs twice.
+        `max_words` counts as at least 4, the words of the smallest table. At least 4 of `WORDS` are
+        missing from the page.
 
-        A `full` page ignores `max_words`: it has a random word or number in nearly every place,
-        without relations between them, and these may occur twice.
+        A `full` page follows none of these rules: it has a random word or number in nearly every
+        place, without relations between them.
         """
         max_words = max(4, min(max_words, len(WORDS) - _RESERVED))
         words = list[Word]()
@@ -319,14 +320,15 @@ def render_pages(
 ) -> tuple[Tensor, list[list[tuple[float, float]]]]:
     """Images (B, 3, H, W) uint8, and the centre (x, y) in pixels of every text of each page.
 
-    The centres of a page are those of its words, then its numbers, then its nonsense. All pages
-    have one size. A line fills the upper or the lower half of its token, slightly shifted. Some
-    lines are faint. Half of the pages have a photograph as background, unless they are `clean`.
+    A text is a word, a number or a piece of nonsense; the centres of a page are in that order. All
+    pages have one size. A text is as wide as its token and half as high. The texts of a row are all
+    in the upper half of their tokens or all in the lower, each shifted by at most a pixel. Some are
+    faint. Half of the pages have a photograph as background, unless they are `clean`.
     """
     size = pages[0].size
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
-    lines: list[tuple[int, int, int, int]] = []
+    texts: list[tuple[int, int, int, int]] = []
     nonsense = list[str]()
     inks = list[float]()
     centres: list[list[tuple[float, float]]] = []
@@ -345,16 +347,16 @@ def render_pages(
             inks.append(rng.uniform(*_FAINT_INK) if rng.random() < _FAINT else 1)
             y = row * TOKEN + row_shift[row] + rng.randint(-1, 1)
             x = column * TOKEN + rng.randint(-1, 1)
-            lines.append((index, block, y + 1, x + 1))
+            texts.append((index, block, y + 1, x + 1))
             centres[-1].append((x + TOKEN / 2, y + PATCH / 2))
     # A margin of one pixel on each side holds what is shifted beyond the edge.
     height, width = (side + 2 for side in size.pixels)
     ink = torch.zeros(len(pages) * height * width)
-    image, block, y, x = torch.tensor(lines).T
+    image, block, y, x = torch.tensor(texts).T
     corner = (image * height + y) * width + x
     pixel = torch.arange(PATCH)[:, None] * width + torch.arange(TOKEN)
     target = corner[:, None, None] + pixel
-    blocks = torch.cat((_line_blocks(), _word_blocks(nonsense)))[block]
+    blocks = torch.cat((_text_blocks(), _word_blocks(nonsense)))[block]
     blocks = blocks * torch.tensor(inks)[:, None, None]
     ink.index_put_((target.flatten(),), blocks.flatten(), accumulate=True)
     ink = ink.view(len(pages), 1, height, width)[:, :, 1:-1, 1:-1].clamp(0, 1)
@@ -363,16 +365,17 @@ def render_pages(
     light = 215 + 35 * torch.rand(len(pages), 3, 1, 1, generator=generator)
     dark = 70 * torch.rand(len(pages), 3, 1, 1, generator=generator)
     paper = torch.where(inverse, dark, light)
-    text = torch.where(inverse, light, dark)
+    ink_colour = torch.where(inverse, light, dark)
     if not clean:
         strengths = [rng.uniform(0, 0.25) if rng.random() < 0.5 else 0 for _ in pages]
         photographs = cut_photographs(rng, len(pages), *size.pixels)
         paper = paper + torch.tensor(strengths)[:, None, None, None] * photographs
-    return add_grain(paper * (1 - ink) + text * ink, generator, clean=clean), centres
+    pixels = paper * (1 - ink) + ink_colour * ink
+    return add_grain(pixels, generator, clean=clean), centres
 
 
 @functools.cache
-def _line_blocks() -> Tensor:
+def _text_blocks() -> Tensor:
     """Coverage (W + 100, PATCH, TOKEN) of all words in capitals, then of all two-digit numbers."""
     digits = _draw_glyphs(GLYPHS["digits"], 11, 4.2, 5.8)
     tens = torch.arange(100) // 10
@@ -390,7 +393,7 @@ def _word_blocks(words: Sequence[str]) -> Tensor:
 
 
 def _draw_glyphs(glyphs: Tensor, width: int, half_x: float, half_y: float) -> Tensor:
-    """Coverage (G, PATCH, width) of glyphs, each centred in a block of one line."""
+    """Coverage (G, PATCH, width) of glyphs, each centred in its block."""
     x = (torch.arange(width) + 0.5 - width / 2) / half_x
     y = (torch.arange(PATCH) + 0.5 - PATCH / 2) / half_y
     grid = torch.stack(torch.meshgrid(y, x, indexing="ij")[::-1], -1)
