@@ -100,10 +100,11 @@ class ServedState:
     def count_video_tokens(
         self, policy: PruningPolicy, tokens: int, frames: int
     ) -> int:
-        """K of a video of N tokens in T frames; N if a policy keeps all tokens of its frames.
+        """K of a video of N tokens in T frames, where N includes the rows after the last frame.
 
-        N includes the rows after the last frame. The result never exceeds the policy's largest K: a
-        number, or the upper end of a rule, bounds what a request gets for its video.
+        If every token of the frames is kept, so are the rows after them, as far as the policy's
+        largest K allows: a number, or the upper end of a rule, bounds what a request gets for its
+        video.
         """
         frame = self.capabilities.frame
         candidates = tokens if frame is None else tokens - frame[1]

@@ -187,32 +187,32 @@ def expand_marks(
     turns: Sequence[RecallTurn],
     recalls: Sequence[Slot],
 ) -> tuple[list[int], list[Slot]]:
-    """Token ids with an image token for every item, and the items in their order.
+    """Replace the marks of a prompt by items: its ids with one image token an item, and the items.
 
-    Raises RequestError unless ``ids`` has one image token for every image and every turn.
+    A mark is an image token of ``ids``, for an image or for a turn that recalls. An image's becomes
+    one item, and a turn's one for each image that it recalls tokens of. Raises RequestError unless
+    there is one mark for every image and every turn.
     """
-    marks: list[list[Slot]] = []
-    """The items that each image token becomes: one for an image, one per image before it for a
-    turn."""
+    items_by_mark: list[list[Slot]] = []
     start = 0
     for number, turn in enumerate(turns):
-        marks += [[slot] for slot in images[start : turn.images]]
-        marks.append([slot for slot in recalls if slot.turn == number])
+        items_by_mark += [[slot] for slot in images[start : turn.images]]
+        items_by_mark.append([slot for slot in recalls if slot.turn == number])
         start = turn.images
-    marks += [[slot] for slot in images[start:]]
+    items_by_mark += [[slot] for slot in images[start:]]
     ends = [turn.images for turn in turns]
     count = ids.count(token)
-    if count != len(marks) or ends != sorted(ends) or max(ends) > len(images):
+    if count != len(items_by_mark) or ends != sorted(ends) or max(ends) > len(images):
         what = (
             f"{len(turns)} turns and {len(images)} images in a prompt of {count} marks"
         )
         fix = "keep every message in the chat template, or send recall 0"
         raise RequestError.of(f"{ENTRY}/recall_turns", what, fix)
-    unread = iter(marks)
+    remaining = iter(items_by_mark)
     expanded: list[int] = []
     for token_id in ids:
-        expanded += [token] * len(next(unread)) if token_id == token else [token_id]
-    return expanded, [slot for items in marks for slot in items]
+        expanded += [token] * len(next(remaining)) if token_id == token else [token_id]
+    return expanded, [slot for items in items_by_mark for slot in items]
 
 
 # The prompt of a request, composed of these parts.

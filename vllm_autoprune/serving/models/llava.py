@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from vllm.multimodal.parse import ImageSize
 
 _Tiles = tuple[Tensor, Signals]
-"""M tiles of n tokens each after the projector ``(M, n, D)``, and their signals."""
+"""Projected tokens ``(M, n, D)`` of M tiles of n tokens each, and their signals."""
 
 
 def _split_by_image(inputs: EncoderInputs, *names: str) -> list[dict[str, Tensor]]:
@@ -120,7 +120,7 @@ class _ClipVision(Vision):
             self._next.require_weights()
 
     def encode_tiles(self, pixels: Tensor) -> _Tiles:
-        """Encode tiles ``(M, 3, H, W)`` in one pass of the vision tower."""
+        """Projected tokens and signals of tiles ``(M, 3, H, W)``, in one pass of the tower."""
         relevance = self.load_relevance()
         signals = dict[Signal, Tensor]()
         with self.recording():
@@ -132,10 +132,10 @@ class _ClipVision(Vision):
         layer = None if self.attention is None else self.attention.take()
         if layer is not None and "cls_attention" in self.needs:
             signals["cls_attention"] = layer.cls_attention()
-        inside = not self.needs.isdisjoint({"tower", "next_layer"})
-        if inside or "encoder" in self.needs:
+        reads_tower = not self.needs.isdisjoint({"tower", "next_layer"})
+        if reads_tower or "encoder" in self.needs:
             signals["encoder"] = hidden
-        if layer is not None and inside:
+        if layer is not None and reads_tower:
             signals |= {"tower_cls": states[:, :1], "tower_keys": layer.mean_keys()}
         if self._next is not None:
             self._next.init_dummy_weights(self.sample_weight)
@@ -191,7 +191,7 @@ class _JoinedVision(Vision):
 
     @abstractmethod
     def encode_tiles(self, pixels: Tensor) -> _Tiles:
-        """Encode tiles ``(M, 3, H, W)`` in one pass of the vision tower."""
+        """Projected tokens and signals of tiles ``(M, 3, H, W)``, in one pass of the tower."""
 
     @abstractmethod
     def merge(self, model: Any, size: Any, tiles: Tensor, newline: Tensor) -> Tensor:
@@ -356,7 +356,7 @@ class _OnevisionVision(_JoinedVision):
         return features
 
     def encode_tiles(self, pixels: Tensor) -> _Tiles:
-        """Encode tiles ``(M, 3, H, W)`` in one pass of the vision tower."""
+        """Projected tokens and signals of tiles ``(M, 3, H, W)``, in one pass of the tower."""
         with self.recording():
             hidden = self._model._image_pixels_to_features(
                 self._model.vision_tower, pixels

@@ -243,9 +243,10 @@ class PrunedModel(_Stock):
 def _group_by_tokens(
     sizes: Sequence[int], bound: int, kinds: Sequence[Hashable] = ()
 ) -> Iterator[slice]:
-    """Runs of neighbouring images with at most ``bound`` tokens, or of a single larger image.
+    """Slices of neighbouring images that have at most ``bound`` tokens and are of one kind.
 
-    All images of a run are of the same kind.
+    An image with more tokens is a slice of its own. ``sizes`` and ``kinds`` are those of each
+    image; without ``kinds``, all are of one kind.
     """
     start = 0
     total = 0
