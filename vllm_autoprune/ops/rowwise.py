@@ -37,12 +37,12 @@ def rank_descending(score: Tensor) -> Tensor:
 
 
 def argmax_within(values: Tensor, *, relative: bool = False) -> tuple[Tensor, Tensor]:
-    """Lowest index ``(B,)`` within ``TIE`` of the maximum of each row ``(B, N)``, and that bound.
+    """Lowest index ``(B,)`` of a value at or above a bound in each row ``(B, N)``, and the bound.
 
-    The tolerance is there because values that are equal in exact arithmetic are rounded differently
-    on another device or in another batch. With ``relative``, ``TIE`` is a fraction of the maximum,
-    if that is positive. Returns the bound, the maximum less the tolerance, as ``(B, 1)``. A row
-    with NaN has the bound NaN and the index 0.
+    The bound ``(B, 1)`` is the maximum less ``TIE``, because values that are equal in exact
+    arithmetic are rounded differently on another device or in another batch. With ``relative``, it
+    is the maximum times 1 - ``TIE``. This is above a negative maximum, whose own index is returned
+    then. A row with NaN has the bound NaN and the index 0.
     """
     bound = values.amax(dim=1, keepdim=True)
     bound = bound.mul_(1 - TIE) if relative else bound.sub_(TIE)

@@ -248,7 +248,11 @@ class TinyEngine(Engine):
         preempted: bool = False,
         **options: object,
     ) -> Completion:
-        """Positions are those of the tokens computed first, or last where it was preempted."""
+        """Submit one prompt; returns its completion with the positions that the model received.
+
+        A preempted request computes its tokens again, so the last positions recorded are its own;
+        those of any other request are the first.
+        """
         from vllm import SamplingParams
 
         sampling = SamplingParams(

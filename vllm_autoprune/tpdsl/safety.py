@@ -63,7 +63,10 @@ def _make_probe(
     batch: int = 2,
     width: int = 32,
 ) -> VisualTokens:
-    """Images whose tokens form clusters, in the feature space and in every other input."""
+    """Images whose tokens form clusters by features, relevance, and output of tower and next layer.
+
+    All other inputs are random, such as [CLS] attention and the language prefix's keys.
+    """
     source = torch.Generator().manual_seed(seed)
     owner = torch.randint(clusters, (batch, grid.tokens), generator=source).to(device)
 
@@ -74,20 +77,23 @@ def _make_probe(
         return normal(clusters, width)[owner] + noise * normal(*owner.shape, width)
 
     features = clustered(width)
-    patches = clustered(_RELEVANCE_WIDTH)
-    used = torch.ones(batch, 1, dtype=torch.bool, device=device)
-    instruction = Instruction(patches, normal(batch, 1, _RELEVANCE_WIDTH), used, sign=1)
+    instruction = Instruction(
+        patches=clustered(_RELEVANCE_WIDTH),
+        text=normal(batch, 1, _RELEVANCE_WIDTH),
+        segments=torch.ones(batch, 1, dtype=torch.bool, device=device),
+        sign=1,
+    )
     attention = normal(batch, grid.tokens).softmax(dim=1)
     projector = normal(_TOWER_WIDTH, width) / _TOWER_WIDTH**0.5
     # Clustered like the features: with one cluster and no noise, all tokens get equal attention.
-    following = clustered(1)[:, :, 0].softmax(dim=1)
-    rows = clustered(_TOWER_WIDTH)
+    next_attention = clustered(1)[:, :, 0].softmax(dim=1)
+    encoder = clustered(_TOWER_WIDTH)
     tower = TowerStates(
-        patches=rows,
+        patches=encoder,
         keys=clustered(_HEAD_WIDTH),
-        project=lambda merged: merged @ projector.to(merged, non_blocking=True),
+        project=lambda rows: rows @ projector.to(rows, non_blocking=True),
         cls=normal(batch, grid.tiles, _TOWER_WIDTH),
-        next_layer=NextLayer(following, clustered(_TOWER_WIDTH)),
+        next_layer=NextLayer(next_attention, clustered(_TOWER_WIDTH)),
     )
     # One token before the image and six text tokens, of which the last two are padding in every
     # second image.
@@ -114,10 +120,10 @@ def _make_probe(
         instruction=instruction,
         tower=tower,
         language=language,
-        encoder=rows,
+        encoder=encoder,
         words=Words(entering[:, -_TEXT:], language.text),
         merger_input=MergerInput(
-            torch.stack([rows.abs().sum(dim=2), rows.norm(dim=2)], dim=2)
+            torch.stack([encoder.abs().sum(dim=2), encoder.norm(dim=2)], dim=2)
         ),
     )
 
