@@ -44,6 +44,15 @@ class Estimate:
             *(round(figure, digits) for figure in (self.value, self.low, self.high))
         )
 
+    def without_interval(self) -> Estimate:
+        """The figure alone, within infinite bounds: too few samples bound it nowhere."""
+        return Estimate(self.value, -math.inf, math.inf)
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether it has an interval."""
+        return math.isfinite(self.low) and math.isfinite(self.high)
+
     def at_most(self, bound: float) -> Verdict:
         """Whether the figure is at most ``bound``: decided by its whole interval."""
         if self.high <= bound:

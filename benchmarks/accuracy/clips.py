@@ -25,11 +25,12 @@ from benchmarks.yardsticks.pages import TOKEN
 from benchmarks.yardsticks.questions import CATEGORIES
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.connection import Connection
+from vllm_autoprune.evaluation.cases import build_cases
 from vllm_autoprune.evaluation.journal import FEWER_FRAMES, Case, Journal
 from vllm_autoprune.evaluation.pictures import _decode
 from vllm_autoprune.evaluation.question_suite import QuestionSuite
 from vllm_autoprune.evaluation.questions import read_questions
-from vllm_autoprune.evaluation.run import Server, build_cases
+from vllm_autoprune.evaluation.run import Server
 from vllm_autoprune.http_client import MAX_IN_FLIGHT
 from vllm_autoprune.statistics import ClusterBootstrap, Estimate, Floats
 

@@ -20,10 +20,11 @@ from benchmarks.common.report import command_line, format_estimate, log_progress
 from vllm_autoprune.cli.flags import add_connection_flags, read_connection
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem
+from vllm_autoprune.evaluation.cases import FULL
 from vllm_autoprune.evaluation.journal import JOURNAL, Case, Contents, Journal
 from vllm_autoprune.evaluation.lmms import LmmsSuite
 from vllm_autoprune.evaluation.lmms_benchmarks import select_benchmarks
-from vllm_autoprune.evaluation.run import FULL, Server, evaluate
+from vllm_autoprune.evaluation.run import Server, evaluate
 from vllm_autoprune.evaluation.scoring_request import pruning_options
 from vllm_autoprune.http_client import ServerClient
 from vllm_autoprune.record_file import FrozenModel
@@ -91,6 +92,7 @@ def _build_cases(
                 name=f"{position}@{budget}",
                 arm="found",
                 label=f"{state.name}, {position}",
+                named=1 + positions.index(position),
                 budget=budget,
                 base="" if position == "packed" else f"packed@{budget}",
                 digest=moved.digest,

@@ -14,7 +14,7 @@ CASES = ("full", "random", "resized", "norm", "cdpruner", "autoprune")
 
 
 class Call(NamedTuple):
-    """Runs eval on the questions of a folder, into its folder ``out``."""
+    """Runs eval on the questions of a folder, into its folder ``out``; by default of autoprune."""
 
     folder: Path
     printed: Callable[[], Any]
@@ -23,7 +23,14 @@ class Call(NamedTuple):
         data = str(self.folder / "questions.jsonl")
         out = str(self.folder / "out")
         common = ["--data", data, "--server-url", url, "--budgets", "8", "-o", out]
-        return main(["eval", *common, *words])
+        state = [] if "--state" in words else ["--state", "autoprune"]
+        return main(["eval", *common, *state, *words])
+
+    def own(self, url: str, *words: str) -> int:
+        """Run eval of the server's own state."""
+        data = str(self.folder / "questions.jsonl")
+        out = str(self.folder / "out")
+        return main(["eval", "--data", data, "--server-url", url, "-o", out, *words])
 
     def drop_answers(self) -> None:
         """Leave images and questions."""

@@ -10,12 +10,19 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks.accuracy.minillava_server import answering, arm, asked, reply
+from tests.benchmarks.accuracy.minillava_server import (
+    answering,
+    arm,
+    asked,
+    pruning_of,
+    reply,
+)
 from tests.cli.evaluations import CASES, Call
 from tests.fake_server import Answer, Body
 from tests.offline_search.synthetic import MODELS, completion, endpoint, error
 from tests.tables import parametrize_from_file
 from tests.videos import write_frames, write_video
+from vllm_autoprune import load_state
 from vllm_autoprune.evaluation.question_suite import QuestionSuite
 
 
@@ -31,6 +38,22 @@ def test_every_case_is_asked_every_question_once(call: Call) -> None:
         urls = [part["image_url"]["url"] for part in parts]
         # Those of the unpruned model come first, to be checked.
         assert sum(before != after for before, after in pairwise(urls[4:])) == 1
+
+
+@pytest.mark.parametrize("name", ["trim", "mine"])
+def test_without_a_name_the_servers_own_state_is_measured_at_its_own_budget(
+    call: Call, name: str
+) -> None:
+    shipped = {"trim": load_state("trim").digest}
+    page = {"state": name, "digest": shipped.get(name, "0"), "budget": {"k": 16}}
+    with endpoint(lambda body, number: reply(body)) as server:
+        server.pages["/v1/autoprune"] = (200, json.dumps(page).encode(), {})
+        assert call.own(server.url) == 0
+        pruned = [pruning_of(body) for body in asked(server.requests)]
+    assert {options["budget"] for options in pruned if "enabled" not in options} == {16}
+    assert ({"budget": 16} in pruned) == (name == "mine")
+    answer = call.printed().err.splitlines()[-1]
+    assert f": {name} at K = 16 answers 100.0 % of the questions right" in answer
 
 
 def test_an_evaluation_is_repeated_only_where_that_is_asked_for(call: Call) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from vllm_autoprune import PruningState, load_state
 from vllm_autoprune.errors import StateError
-from vllm_autoprune.evaluation.run import build_cases
+from vllm_autoprune.evaluation.cases import build_cases
 
 
 def test_each_state_is_compared_with_its_base_policy(tmp_path: Path) -> None:

@@ -219,6 +219,23 @@ def test_the_servers_own_state_is_marked_or_said_to_be_missing(
     )
 
 
+@pytest.mark.parametrize(
+    ("page", "words", "message"),
+    [
+        ({"state": ""}, (), "does not say which state it serves -> name one, or start it with"),
+        ({"state": "mine"}, ("--cells", "flat"), "mine, which http://"),
+        ({"state": None}, (), "serves no state -> start it with --autoprune-state NAME"),
+    ],
+)  # fmt: skip
+def test_without_a_name_a_server_has_to_say_what_it_serves(
+    call: Call, page: dict[str, Any], words: tuple[str, ...], message: str
+) -> None:
+    with endpoint(answering) as server:
+        server.pages["/v1/autoprune"] = (200, json.dumps(page).encode(), {})
+        assert call.own(server.url, *words) == 1
+    assert message in call.printed().err
+
+
 @parametrize_from_file("call", "message")
 def test_a_run_that_cannot_start_says_why(
     call: str, message: str, capsys: pytest.CaptureFixture[str]

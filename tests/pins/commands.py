@@ -73,8 +73,10 @@ def printed() -> Iterator[tuple[str, str]]:
             lines.append(json.dumps({**about, "answer": answer}))
         Path("questions.jsonl").write_text("\n".join(lines))
         with endpoint(answering) as server:
-            evaluate = f"eval --data questions.jsonl --server-url {server.url} --budgets 8 --json"
-            yield "eval", run(*evaluate.split())
+            evaluate = (
+                f"eval --data questions.jsonl --server-url {server.url} --budgets 8"
+            )
+            yield "eval", run(*evaluate.split(), "--state", "autoprune", "--json")
         with endpoint(answer_search) as server:
             search = f"search --data {dataset(Path(name)).folder} --ledger ledger.jsonl {SEARCH}"
             search += (

@@ -84,6 +84,9 @@ class Case(FrozenModel):
     """Reason why the case cannot be served; empty if it can."""
     served: bool = False
     """Whether its state is the server's own."""
+    named: int = 0
+    """Place of its state among those that the user named, from 1; 0 for controls and for a base
+    policy that a state is compared with."""
 
     @property
     def budget_order(self) -> tuple[int, str]:
@@ -276,8 +279,9 @@ class Journal(RecordFile[Record]):
         """Append those of ``records`` that are new or changed, in one write.
 
         Raises :class:`EvaluationError` if the set-up, a case or a question differs from the earlier
-        record of the same name, or if the file cannot be written. ``refused`` and ``served`` of a
-        case may differ, because the server may have been started anew.
+        record of the same name, or if the file cannot be written. ``refused``, ``served`` and
+        ``named`` of a case may differ, because the server may have been started anew, and states be
+        named in another order.
         """
         new = []
         for record in records:
@@ -287,7 +291,7 @@ class Journal(RecordFile[Record]):
                 differ = sorted(
                     key for key, value in record if dict(earlier)[key] != value
                 )
-                if not {"refused", "served"}.issuperset(differ):
+                if not {"refused", "served", "named"}.issuperset(differ):
                     what = f"contains another evaluation ({record.kind} {name}: "
                     what += f"{', '.join(differ)} differ)"
                     fix = "name another folder with -o"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from os.path import commonprefix
 
 from vllm_autoprune.evaluation.journal import MME, Case
@@ -103,17 +104,26 @@ def build_page(report: Report, picture: Callable[[str], str] | None = None) -> D
     measured = "Accuracy"
     if setup.score == "agrees":
         measured = "Agreement with the unpruned model"
-    tone: Tone = "open" if report.valid else "bad"
-    if report.valid and report.overall is not None:
-        tone = _TONES.get(report.overall.winner, tone)
     title = f"{measured}: {setup.suite}"
+    tone = _choose_tone(report)
     return Document(title, _answer(report), tone, report.reasons, facts, sections)
+
+
+def _choose_tone(report: Report) -> Tone:
+    """Tone of the answer: good only if nothing is lost against a model that is mostly right."""
+    if not report.valid:
+        return "bad"
+    if report.overall is None:
+        return "open"
+    tone = _TONES.get(report.overall.winner, "open")
+    is_doubtful = report.is_loss_shown or report.is_mostly_wrong
+    return "open" if tone == "good" and is_doubtful else tone
 
 
 def _compare_arms(report: Report, verdicts: Sequence[str]) -> Section:
     """Comparison with the alternative without a plugin: verdicts, and checks of the measure."""
     texts = [*verdicts]
-    full = next((row for row in report.rows if row.case.arm == "full"), None)
+    full = report.full
     if full is not None and full.accuracy is not None:
         share = f"{full.accuracy.value:.1f} %"
         texts.insert(0, f"With all tokens, {share} of the answers are right.")
@@ -124,7 +134,7 @@ def _compare_arms(report: Report, verdicts: Sequence[str]) -> Section:
     if report.rank_correlations:
         titles = {name: title for name, title, _ in _FIGURES}
         correlations = "; ".join(
-            f"{titles[name]} {rank.value:.2f} ({rank.low:.2f} to {rank.high:.2f})"
+            f"{titles[name]} {rank.value:.2f}{_interval(rank, '{:.2f}'.format)}"
             for name, rank in report.rank_correlations.items()
         )
         texts.append(f"Rank correlation with % right over the states: {correlations}.")
@@ -159,10 +169,12 @@ def _draw_chart(report: Report) -> Section | None:
             x = case.budget_order[0] + _APART * largest * list(methods).index(
                 case.title
             )
-            interval = (estimate.low, estimate.high)
             tip = f"{case.title}, K = {case.budget}: {estimate.value:.1f} %"
-            tip += " ({:.1f} to {:.1f})".format(*interval)
-            marks.append(Mark(x, estimate.value, tip, *interval))
+            tip += _interval(estimate, "{:.1f}".format)
+            bounds = (estimate.low, estimate.high)
+            if not estimate.is_bounded:
+                bounds = (estimate.value, estimate.value)
+            marks.append(Mark(x, estimate.value, tip, *bounds))
     if not methods:
         return None
     x_label = "visual tokens kept, K"
@@ -242,9 +254,12 @@ def _answer(report: Report) -> str:
     """The result of the evaluation in one sentence."""
     if not report.valid:
         return "Not valid: the reasons are below, and no figure here is to be quoted."
-    if (case := report.case) is None:
-        return "Nothing was pruned in this evaluation: only full tokens were measured."
-    row = next(row for row in report.rows if row.case == case)
+    case = report.case
+    row = report.row
+    if case is None or row is None:
+        return (
+            "No state was measured here: the tables have all tokens and the controls."
+        )
     answer = f"{case.label} at K = {case.budget}"
     if row.accuracy is not None:
         answer += f" answers {row.accuracy.value:.1f} % of the questions right"
@@ -258,6 +273,9 @@ def _answer(report: Report) -> str:
             f" gives {row.agreement.value:.1f} % of the unpruned model's answers and "
         )
         answer += f"{row.token_agreement.value:.1f} % of their tokens"
+    if report.is_mostly_wrong and report.full and report.full.accuracy:
+        share = report.full.accuracy.value
+        answer += f"; with all tokens only {share:.1f} % are right, so these questions tell little"
     if report.overall is not None:
         answer += f"; {_describe_difference(report, report.overall)}"
     if report.images < _TRIAL_IMAGES:
@@ -376,10 +394,18 @@ def _format(estimate: Estimate | None, digits: int = 1) -> str:
     """
     if estimate is None:
         return _NONE
-    value, low, high = (
-        f"{rounded:+.{digits}f}"
-        if (rounded := round(figure, digits))
-        else f"{0:.{digits}f}"
-        for figure in (estimate.value, estimate.low, estimate.high)
-    )
-    return f"{value} ({low} to {high})"
+    sign = partial(_sign, digits=digits)
+    return sign(estimate.value) + _interval(estimate, sign)
+
+
+def _sign(figure: float, digits: int) -> str:
+    """A figure with its sign, or without one if it rounds to zero."""
+    rounded = round(figure, digits)
+    return f"{rounded:+.{digits}f}" if rounded else f"{0:.{digits}f}"
+
+
+def _interval(estimate: Estimate, show: Callable[[float], str]) -> str:
+    """The interval of a figure in brackets; empty if it has none."""
+    if not estimate.is_bounded:
+        return ""
+    return f" ({show(estimate.low)} to {show(estimate.high)})"

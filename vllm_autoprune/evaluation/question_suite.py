@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from vllm_autoprune import __version__
 from vllm_autoprune.errors import ConfigError, EvaluationFailed, Problem
+from vllm_autoprune.evaluation.cases import FULL
 from vllm_autoprune.evaluation.journal import (
     Answer,
     Case,
@@ -28,7 +29,7 @@ from vllm_autoprune.evaluation.report import (
     WRITE_AS_THE_MODEL,
     choose_examples,
 )
-from vllm_autoprune.evaluation.run import FULL, Server
+from vllm_autoprune.evaluation.run import Server
 from vllm_autoprune.evaluation.scoring_request import (
     MAX_TOKENS,
     AnswerChanged,

@@ -6,6 +6,9 @@ difference is in favour of the row's own case.
 A row's scores are the totals of a benchmark's own scorer if the journal has them; differences and
 intervals are always computed from single answers. A case with missing answers has no row.
 
+A report is about the state that the user named first. Its figures have no interval if there are
+fewer than :data:`MIN_IMAGES` images.
+
 Pruning is compared with the resize control on the same questions at the same K, overall and by
 kind: a smaller image needs no plugin, so a state has to beat it.
 
@@ -53,7 +56,7 @@ _MIN_RANKED = 4
 """Fewest states for a rank correlation."""
 _EXAMPLES = 6
 PRUNING_ARMS: tuple[Arm, ...] = ("found", "autoprune", "base")
-"""Arms whose cases a report may be about, the most specific first."""
+"""Arms of cases that prune by a state, controls left out."""
 
 
 class Comparison(FrozenModel):
@@ -140,13 +143,37 @@ class Report(FrozenModel):
 
     @property
     def case(self) -> Case | None:
-        """The case that the report is about; None if nothing was pruned."""
+        """The case that the report is about; None if only controls were measured."""
         return _choose_case(row.case for row in self.rows)
 
     @property
     def states(self) -> list[Case]:
         """Cases of the states that the user named; a base policy alone only if it was named."""
-        return _choose_states([row.case for row in self.rows])
+        return [row.case for row in self.rows if row.case.named]
+
+    @property
+    def row(self) -> _Row | None:
+        """The row of :attr:`case`."""
+        return next((row for row in self.rows if row.case == self.case), None)
+
+    @property
+    def full(self) -> _Row | None:
+        """The row of the unpruned model."""
+        return next((row for row in self.rows if row.case.name == "full"), None)
+
+    @property
+    def is_loss_shown(self) -> bool:
+        """Whether the interval of the difference between :attr:`case` and all tokens is below 0."""
+        if self.row is None or (less := self.row.to_full) is None:
+            return False
+        gap = less.accuracy or less.token_agreement
+        return gap is not None and gap.high < 0
+
+    @property
+    def is_mostly_wrong(self) -> bool:
+        """Whether more answers are wrong than right even with all tokens."""
+        accuracy = None if self.full is None else self.full.accuracy
+        return accuracy is not None and accuracy.value < 50
 
     @property
     def overall(self) -> Comparison | None:
@@ -202,7 +229,7 @@ class Report(FrozenModel):
             left_out=len(left_out),
             cut=sum(answer.cut for answer in references),
             tokens=round(sum(lengths) / len(lengths), 1) if lengths else None,
-            images=len({question.image for question in questions}),
+            images=_count_images(questions),
             reasons=tuple(reasons),
             rows=tuple(rows),
             # The server's own state, which has no K, is listed unless a case measured it.
@@ -213,7 +240,7 @@ class Report(FrozenModel):
             ),
             resizing=tuple(_compare_with_resizing(contents, questions, figures)),
             rank_correlations=_correlate_with_accuracy(
-                [row.case for row in rows], figures
+                [row.case for row in rows], figures, questions
             ),
             examples=tuple(
                 _Example(
@@ -229,32 +256,30 @@ class Report(FrozenModel):
         )
 
     def format_json(self) -> str:
-        """The report as JSON, without the states that were sent; the journal contains those."""
+        """The report as JSON, without the states that were sent; the journal contains those.
+
+        Bounds of a figure without interval are null.
+        """
         sent = {"pruning"}
-        content = self.model_dump(
-            mode="json",
-            exclude={"rows": {"__all__": {"case": sent}}, "refused": {"__all__": sent}},
+        content = self.model_dump_json(
+            exclude={"rows": {"__all__": {"case": sent}}, "refused": {"__all__": sent}}
         )
-        return json.dumps({"valid": self.valid, **content}, indent=1) + "\n"
+        record = {"valid": self.valid, **json.loads(content)}
+        return json.dumps(record, indent=1) + "\n"
 
 
 def _choose_case(cases: Iterable[Case]) -> Case | None:
-    """The case that a report is about: the most specific one, at its largest budget."""
-    pruning = [case for case in cases if case.arm in PRUNING_ARMS and not case.refused]
-    arm = min((case.arm for case in pruning), key=PRUNING_ARMS.index, default=None)
-    pruning = [case for case in pruning if case.arm == arm]
-    return max(pruning, key=lambda case: case.budget_order, default=None)
-
-
-def _choose_states(cases: Sequence[Case]) -> list[Case]:
-    """Cases that prune, without base policies that only serve as a state's comparison."""
-    bases = {case.base for case in cases}
-    pruning = [case for case in cases if case.arm in PRUNING_ARMS]
-    return [case for case in pruning if case.arm != "base" or case.name not in bases]
+    """The case that a report is about: the state that was named first, at its largest budget."""
+    states = [case for case in cases if case.named and not case.refused]
+    earliest = min((case.named for case in states), default=0)
+    about = [case for case in states if case.named == earliest]
+    return max(about, key=lambda case: case.budget_order, default=None)
 
 
 def _correlate_with_accuracy(
-    cases: Sequence[Case], figures: Mapping[str, Figures]
+    cases: Sequence[Case],
+    figures: Mapping[str, Figures],
+    questions: Sequence[Question],
 ) -> dict[str, Estimate]:
     """Spearman's rank correlation with accuracy, by the name of each figure of agreement.
 
@@ -264,7 +289,7 @@ def _correlate_with_accuracy(
     about = _choose_case(cases)
     correlations = dict[str, Estimate]()
     ranked = [
-        case for case in _choose_states(cases) if about and case.budget == about.budget
+        case for case in cases if case.named and about and case.budget == about.budget
     ]
     metrics = [figures[case.name].metrics for case in ranked]
     for name in ("token_agreement", "agreement", "per_token"):
@@ -274,9 +299,8 @@ def _correlate_with_accuracy(
             pairs = (
                 [measured[key] for measured in metrics] for key in (name, "accuracy")
             )
-            correlations[name] = Estimate.of(
-                correlate_ranks(*map(np.array, pairs))
-            ).rounded(3)
+            correlation = correlate_ranks(*map(np.array, pairs))
+            correlations[name] = _estimate(correlation, questions, 3)
     return correlations
 
 
@@ -307,7 +331,6 @@ def _build_rows(
 ) -> Iterator[_Row]:
     cases = [contents.cases[name] for name in figures]
     about = _choose_case(cases)
-    states = _choose_states(cases)
     benchmarks = {q.benchmark for q in questions}
     divisor = contents.setups[""].mme_divisor
     # The total of a benchmark's own scorer is preferred to the score computed from answers.
@@ -331,20 +354,25 @@ def _build_rows(
             ("to_resized", f"resized@{case.budget}"),
             (
                 "to_case",
-                f"{about.label}@{case.budget}" if about and case in states else "",
+                f"{about.label}@{case.budget}" if about and case.named else "",
             ),
         ):
             if other in figures and other != case.name:
                 less = figures[other].metrics
                 names = metrics.keys() & less.keys() & _Differences.model_fields.keys()
                 estimates = {
-                    name: _estimate(metrics[name] - less[name]) for name in names
+                    name: _estimate_finite(metrics[name] - less[name], questions)
+                    for name in names
                 }
                 fields[field] = _Differences(**estimates)
         estimated = metrics.keys() & {*_Estimates.model_fields, "same"}
-        fields |= {name: _estimate(metrics[name]) for name in estimated}
+        fields |= {
+            name: _estimate_finite(metrics[name], questions) for name in estimated
+        }
         plus = (
-            _estimate(metrics["accuracy_plus"]) if "accuracy_plus" in metrics else None
+            _estimate_finite(metrics["accuracy_plus"], questions)
+            if "accuracy_plus" in metrics
+            else None
         )
         answers = contents.answers[case.name].values()
         lengths = [answer.prompt_tokens for answer in answers if answer.prompt_tokens]
@@ -358,9 +386,22 @@ def _build_rows(
         )
 
 
-def _estimate(figure: Floats) -> Estimate | None:
-    """Rounded value and interval of a figure; None if its value is not finite."""
-    return Estimate.of(figure).rounded(_DIGITS) if np.isfinite(figure[0]) else None
+def _count_images(questions: Sequence[Question]) -> int:
+    return len({question.image for question in questions})
+
+
+def _estimate(
+    figure: Floats, questions: Sequence[Question], digits: int = _DIGITS
+) -> Estimate:
+    """Rounded value of a figure over ``questions``, with an interval if their images suffice."""
+    estimate = Estimate.of(figure).rounded(digits)
+    too_few = _count_images(questions) < MIN_IMAGES
+    return estimate.without_interval() if too_few else estimate
+
+
+def _estimate_finite(figure: Floats, questions: Sequence[Question]) -> Estimate | None:
+    """As :func:`_estimate`; None if the value is not finite."""
+    return _estimate(figure, questions) if np.isfinite(figure[0]) else None
 
 
 def _compare_with_resizing(
@@ -378,8 +419,8 @@ def _compare_with_resizing(
             members = [
                 question for question in questions if kind in (None, question.topic)
             ]
-            images = len({question.image for question in members})
-            difference = Estimate.of(decisive - control.topics[kind]).rounded(_DIGITS)
+            images = _count_images(members)
+            difference = _estimate(decisive - control.topics[kind], members)
             winner: Winner = "not decided"
             if images < MIN_IMAGES:
                 winner = "too few images"

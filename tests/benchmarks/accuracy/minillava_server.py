@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from tests.fake_server import Answer, Body
 from tests.offline_search.synthetic import completion
 
 
+def pruning_of(body: Body) -> dict[str, Any]:
+    """The pruning fields of a request."""
+    fields: dict[str, Any] = body["mm_processor_kwargs"]["autoprune"]
+    return fields
+
+
 def kept(body: Body) -> int:
     """The number of visual tokens of a request."""
-    pruning = body["mm_processor_kwargs"]["autoprune"]
+    pruning = pruning_of(body)
     return 144 if pruning.get("enabled") is False else int(pruning["budget"])
 
 
 def arm(body: Body) -> str:
     """The case of a request: full, a control, or the name of its state."""
-    pruning = body["mm_processor_kwargs"]["autoprune"]
+    pruning = pruning_of(body)
     if pruning.get("enabled") is False:
         return "full"
     return str(pruning.get("keep") or pruning["state"]["name"])

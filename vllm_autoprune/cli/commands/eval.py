@@ -18,7 +18,7 @@ from pydantic import JsonValue
 from vllm_autoprune.cli.flags import add_connection_flags, command, read_connection
 from vllm_autoprune.cli.output import print_result, print_text
 from vllm_autoprune.errors import ConfigError
-from vllm_autoprune.http_client import MAX_IN_FLIGHT
+from vllm_autoprune.http_client import MAX_IN_FLIGHT, ServerClient
 
 if TYPE_CHECKING:
     from vllm_autoprune.evaluation.journal import Case
@@ -62,11 +62,11 @@ def _arguments(parser: ArgumentParser) -> None:
     )
     text = (
         "state to evaluate, a file or a shipped name; all: every base policy, alone and with the "
-        "exchange of autoprune; repeatable (default: autoprune)"
+        "exchange of autoprune; repeatable (default: the server's own, at its own budget)"
     )
     add("--state", action="append", metavar="STATE", help=text)
-    text = "budgets: K, or a share of N as 1/8 or 1/8:64-640 (default 64); of a video also "
-    text += "tokens_per_frame:K (default 1/4)"
+    text = "budgets: K, or a share of N as 1/8 or 1/8:64-640 (default with --state: 64); of a "
+    text += "video also tokens_per_frame:K (default 1/4)"
     add("--budgets", nargs="+", metavar="K", help=text)
     text = "also drop cells by RULE, such as flat, before the tower: alone, and before each state"
     add("--cells", nargs="+", default=[], metavar="RULE", help=text)
@@ -92,13 +92,11 @@ def _evaluate_states(options: Namespace) -> int:
     from vllm_autoprune.evaluation.page import build_page
     from vllm_autoprune.evaluation.preview import preview_questions
     from vllm_autoprune.evaluation.question_suite import QuestionSuite
-    from vllm_autoprune.evaluation.run import build_cases, evaluate
+    from vllm_autoprune.evaluation.run import evaluate
 
     _check_arguments(options)
     folder = _choose_folder(options)
-    frames = options.frames or 0
-    budgets = options.budgets or ["1/4" if frames else "64"]
-    cases = build_cases(options.state or ["autoprune"], budgets, options.cells, frames)
+    cases = _build_cases(options)
     suite = _build_suite(options, cases, folder)
     if options.dry_run:
         record: dict[str, JsonValue] = {"plan": suite.plan()}
@@ -124,6 +122,28 @@ def _evaluate_states(options: Namespace) -> int:
     )
     print(page.answer, file=sys.stderr)
     return 0 if report.valid else 1
+
+
+def _build_cases(options: Namespace) -> list[Case]:
+    """The cases of ``--state``, or of the server's own state, which a dry run does not ask for."""
+    from vllm_autoprune.evaluation.cases import build_cases
+    from vllm_autoprune.evaluation.served_page import OWN, ServedPage
+
+    frames = options.frames or 0
+    budgets = options.budgets or ["1/4" if frames else "64"]
+    if options.state:
+        return build_cases(options.state, budgets, options.cells, frames)
+    controls = build_cases([], budgets, options.cells, frames)  # refuses wrong budgets
+    if options.dry_run:
+        return [*controls, OWN]
+    url = options.server_url
+    with (
+        ServerClient(url, read_connection(options)) as client,
+        client.reporting_failures(),
+    ):
+        client.list_models()  # a server that does not answer has no page either
+        page = ServedPage.read(client)
+    return page.build_own_cases(url, options.budgets, options.cells, frames)
 
 
 def _choose_folder(options: Namespace) -> Path:
