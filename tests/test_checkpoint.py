@@ -10,8 +10,10 @@ import torch
 from PIL import Image
 
 from benchmarks.yardsticks.examples import CLIP, LLAVA, draw_examples
-from vllm_autoprune.checkpoint import LlavaVision
+from vllm_autoprune.backbones import BACKBONE_SHAPES, BackboneShape
+from vllm_autoprune.checkpoint import LlavaVision, count_published
 from vllm_autoprune.errors import ConfigError, UnsupportedModelError
+from vllm_autoprune.selftest.backbones import TINY_MODELS, write_processor
 
 EXAMPLE = draw_examples("test", 1)[0]
 SCENE = Image.open(io.BytesIO(EXAMPLE.png)).convert("RGB")
@@ -121,3 +123,44 @@ def test_unsupported_checkpoints_are_refused(config: str, tmp_path: Path) -> Non
     error = UnsupportedModelError if "CLIP" in config else ConfigError
     with pytest.raises(error, match=r"is no LlavaFor|has no config\.json"):
         LlavaVision(tmp_path)
+
+
+def process(shape: BackboneShape, size: tuple[int, int], folder: Path) -> int:
+    """Number of image tokens that transformers' processor makes of an image of a backbone."""
+    from transformers import AutoProcessor
+
+    # Without the configuration of the publisher's own code, which transformers cannot read.
+    geometry = {part: v for part, v in shape.geometry.items() if part != "published"}
+    processor = AutoProcessor.from_pretrained(
+        write_processor(shape.family, folder, geometry)
+    )
+    row = TINY_MODELS[shape.family]
+    token = row["tokens"][0]
+    text = row.get("image_text", token)
+    ids = processor(images=[Image.new("RGB", size)], text=[text])["input_ids"][0]
+    return [*map(int, ids)].count(processor.tokenizer.convert_tokens_to_ids(token))
+
+
+SIZES = {
+    "portrait": (600, 1200),
+    "tiny": (32, 32),
+    "huge": (5000, 4000),
+    "panorama": (4000, 400),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BACKBONE_SHAPES)
+def test_an_image_has_the_tokens_that_transformers_makes_of_it(
+    name: str, tmp_path: Path
+) -> None:
+    shape = BACKBONE_SHAPES[name]
+    counted = {
+        kind: count_published(shape, *size).tokens for kind, size in SIZES.items()
+    }
+    expected = dict.fromkeys(SIZES, shape.tokens)
+    if shape.family in TINY_MODELS:  # LLaVA-1.5 makes every image as large
+        expected = {
+            kind: process(shape, size, tmp_path / kind) for kind, size in SIZES.items()
+        }
+    assert counted == expected

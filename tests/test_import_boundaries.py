@@ -80,11 +80,8 @@ LAYERS = (
     {"vllm_autoprune.tpdsl"},
     {"vllm_autoprune.base_policies"},
     {"vllm_autoprune.serving"},
-    {
-        "vllm_autoprune.checkpoint",
-        "vllm_autoprune.positions",
-        "vllm_autoprune.selftest",
-    },
+    {"vllm_autoprune.selftest"},
+    {"vllm_autoprune.checkpoint", "vllm_autoprune.positions"},
     {"vllm_autoprune.evaluation"},
     {"vllm_autoprune.explain"},
     {"vllm_autoprune.picture"},

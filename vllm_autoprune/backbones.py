@@ -9,8 +9,8 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -71,6 +71,8 @@ class BackboneShape:
     """Layers of linear attention; None if every layer has full attention."""
     tower: VisionTower | None = None
     """Vision tower; None if its sizes are not known."""
+    geometry: Mapping[str, Any] = field(default_factory=dict)
+    """Published settings of configuration and image processor, by which images are counted."""
 
     @property
     def checkpoint(self) -> str:
@@ -175,6 +177,7 @@ class BackboneShape:
             query_width=heads * head,
             source=f"{name}; its config.json, images as of {like.name}",
             tower=None,
+            geometry={},
         )
         if like.has_cls:
             side = config.vision_config.image_size // config.vision_config.patch_size

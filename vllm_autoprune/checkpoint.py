@@ -6,6 +6,7 @@ budgets this may exchange one of the tokens of lowest rank.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -16,10 +17,11 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from vllm_autoprune.backbones import read_config
+from vllm_autoprune.backbones import BackboneShape, read_config
 from vllm_autoprune.errors import ConfigError, UnsupportedModelError
-from vllm_autoprune.hub import explain_unread
+from vllm_autoprune.hub import describe_error, explain_unread
 from vllm_autoprune.ops.dtype import Dtype
+from vllm_autoprune.selftest.backbones import TINY_MODELS, write_processor
 from vllm_autoprune.serving.api.instruction import (
     split_content_words,
     truncate_text,
@@ -55,7 +57,7 @@ def count_tokens(checkpoint: str, width: int, height: int) -> TokenCount:
 
     vLLM's processor for ``checkpoint`` counts them. The checkpoint is a folder with tokenizer and
     processor, or a Hub id, of a model that is served pruned. Its code is not run. Raises
-    :class:`ConfigError` if a file is missing or needs such code.
+    :class:`ConfigError` if a file is missing or needs such code, or for an image that is refused.
     """
     read_config(checkpoint)  # vLLM's error would not tell that the Hub is missing
     try:
@@ -69,15 +71,34 @@ def count_tokens(checkpoint: str, width: int, height: int) -> TokenCount:
         model = vars(import_module(module))[name]
         context = InputProcessingContext(config, get_tokenizer(checkpoint))
         info = model._processor_factory.info(context)
-        count: TokenCount = model.autoprune_placeholders.count(
-            info, ImageSize(width, height), {}
-        )
     except (OSError, ValueError, ImportError) as error:
         what = "its processor cannot be read"
         fix = "give a folder with its tokenizer and processor, or an id that can be fetched"
         problem = explain_unread(checkpoint, error, what, fix)
         raise ConfigError("checkpoint", [problem]) from None
+    try:
+        size = ImageSize(width, height)
+        count: TokenCount = model.autoprune_placeholders.count(info, size, {})
+    except ValueError as error:  # Qwen-VL takes no image 200 times as long as wide
+        what = f"its processor takes no image of these sides ({describe_error(error)})"
+        fix = "give another size"
+        raise ConfigError.of(f"{width}x{height}", what, fix, subject="image") from None
     return count
+
+
+def count_published(shape: BackboneShape, width: int, height: int) -> TokenCount:
+    """Count the visual tokens and tiles of an image on a listed backbone, without its files.
+
+    vLLM's processor counts them by the published settings of the backbone and the class of the
+    family's tiny model.
+    """
+    if shape.family not in TINY_MODELS:  # LLaVA-1.5 resizes all images to one size
+        from vllm_autoprune.serving.api.placeholders import TokenCount
+
+        return TokenCount(shape.tokens, shape.tiles)
+    with tempfile.TemporaryDirectory() as folder:
+        write_processor(shape.family, Path(folder), shape.geometry)
+        return count_tokens(folder, width, height)
 
 
 class LlavaVision:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from benchmarks.yardsticks.examples import CLIP
 from tests.tables import parametrize_from_file
@@ -409,7 +410,7 @@ NO_HUB = "and the Hugging Face Hub is not asked (HF_HUB_OFFLINE is set) -> unset
 @pytest.mark.parametrize(
     "words",
     [
-        "cost --backbone qwen3-vl-8b --image 3840x2160",
+        "cost --backbone some/thing --image 3840x2160",
         "advise --image examples/scene.jpg --checkpoint some/thing",
         f"explain {PHOTO} x --checkpoint some/thing",
     ],
@@ -418,6 +419,21 @@ def test_a_missing_hub_is_told(words: str, capsys: Captured) -> None:
     assert main(words.split()) == 1
     error = capsys.readouterr().err
     assert NO_HUB in error and error.count("\n") == 1
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_an_image_is_counted_on_a_listed_backbone_without_the_hub(
+    capsys: Captured,
+) -> None:
+    words = ("cost", "--backbone", "qwen3-vl-8b", "--image")
+    record = run_json(capsys, *words, "3840x2160")
+    assert record["rows"][0]["tokens"] == 120 * 68  # 32 pixels a side of a token
+    scene = run_json(capsys, *words, "examples/scene.jpg")
+    with Image.open("examples/scene.jpg") as picture:
+        width, height = picture.size
+    assert scene["rows"][0]["tokens"] == round(width / 32) * round(height / 32)
+    assert main([*words, "10x4000"]) == 1
+    assert "takes no image of these sides" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("no_hub")

@@ -24,7 +24,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from benchmarks.search.results import _format_mean, read_confirmed, read_results
-from scripts.models_table import count_published, format_models, read_table
+from scripts.models_table import count_square, format_models, read_table
 from scripts.site_hooks import _adapt_page, _generate_files
 from tests.docs.commands import read_commands
 from vllm_autoprune import __version__
@@ -363,7 +363,7 @@ def test_the_table_of_models_is_the_registry_s() -> None:
     "name", {backbone.name: None for backbone in BACKBONES.values()}
 )
 def test_the_table_of_models_has_what_vllm_s_processor_counts(name: str) -> None:
-    assert read_counts()[name] == count_published(name)
+    assert read_counts()[name] == count_square(name)
 
 
 def test_every_feature_of_support_names_tests_that_exist() -> None:

@@ -107,16 +107,46 @@ def build(
 
     ``changes`` are other values of its row.
     """
-    import transformers
+    row = _change_row(name, changes)
+    tokenizer = _make_tokenizer(row)
+    config = _make_config(name, row, tokenizer)
+    _write_model(config, folder)
+    _write_processor(row, tokenizer, folder)
+    if "published" in row:
+        # Published checkpoints have some weights in another form.
+        shutil.copytree(folder, folder / ORIGINAL)
+        _publish_config(row, config, folder)
+    _publish_weights(row, folder / "model.safetensors")
+    return folder
 
-    # A copy, because configurations change what they are made of.
+
+def write_processor(name: str, folder: Path, changes: Mapping[str, Any]) -> Path:
+    """Write configuration, processor and tokenizer of :func:`build`, without weights."""
+    from transformers.models.auto import modeling_auto
+
+    row = _change_row(name, changes)
+    tokenizer = _make_tokenizer(row)
+    config = _make_config(name, row, tokenizer)
+    classes = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    config.architectures = [classes[config.model_type]]
+    config.save_pretrained(folder)
+    _write_processor(row, tokenizer, folder)
+    if "published" in row:
+        _publish_config(row, config, folder)
+    return folder
+
+
+def _change_row(name: str, changes: Mapping[str, Any]) -> _Row:
+    """The row of ``name`` with ``changes``: a copy, as configurations change their arguments."""
     row = copy.deepcopy(_merge(TINY_MODELS[name], dict(changes)))
     if "tiles" in row:
         for part in ("config", "pixels"):
             row.setdefault(part, {})["image_grid_pinpoints"] = row["tiles"]
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = _make_tokenizer(row)
-    config = _write_model(name, row, tokenizer, folder)
+    return row
+
+
+def _write_processor(row: _Row, tokenizer: Any, folder: Path) -> None:
+    import transformers
 
     def make(part: str, **more: object) -> Any:
         settings = {**row[part], **more}
@@ -130,18 +160,18 @@ def build(
     processor = make("processor", **parts, chat_template=tokenizer.chat_template)
     processor.save_pretrained(folder)
 
-    # Published checkpoints have some weights in another form.
-    if "published" in row:
-        shutil.copytree(folder, folder / ORIGINAL)
-        if outer := row.get("thinker_of"):
-            thinker = config.to_dict()
-            config = transformers.AutoConfig.for_model(outer, thinker_config=thinker)
-            config.save_pretrained(folder)
-        file = folder / "config.json"
-        published = _merge(json.loads(file.read_text()), row["published"])
-        file.write_text(json.dumps(published))
-    _publish_weights(row, folder / "model.safetensors")
-    return folder
+
+def _publish_config(row: _Row, config: Any, folder: Path) -> None:
+    """Write config.json as published checkpoints have it."""
+    from transformers import AutoConfig
+
+    if outer := row.get("thinker_of"):
+        thinker = config.to_dict()
+        config = AutoConfig.for_model(outer, thinker_config=thinker)
+        config.save_pretrained(folder)
+    file = folder / "config.json"
+    published = _merge(json.loads(file.read_text()), row["published"])
+    file.write_text(json.dumps(published))
 
 
 def _make_tokenizer(row: _Row) -> Any:
@@ -171,10 +201,8 @@ def _make_tokenizer(row: _Row) -> Any:
     )
 
 
-def _write_model(name: str, row: _Row, tokenizer: Any, folder: Path) -> Any:
-    """Random weights, whose spread makes tokens and layers differ; returns the configuration."""
-    import torch
-    from transformers import AutoConfig, AutoModelForImageTextToText
+def _make_config(name: str, row: _Row, tokenizer: Any) -> Any:
+    from transformers import AutoConfig
 
     ids = {
         field: tokenizer.convert_tokens_to_ids(token)
@@ -182,12 +210,19 @@ def _write_model(name: str, row: _Row, tokenizer: Any, folder: Path) -> Any:
     }
     unknown = tokenizer.unk_token_id
     assert unknown not in ids.values(), f"one of {row['ids']} is no token"
-    config = AutoConfig.for_model(
+    return AutoConfig.for_model(
         row.get("model_type", name),
         vision_config=row["vision"],
         text_config={**_TEXT, **row["text"]},
         **{**row.get("config", {}), **ids},
     )
+
+
+def _write_model(config: Any, folder: Path) -> None:
+    """Random weights, whose spread makes tokens and layers differ."""
+    import torch
+    from transformers import AutoModelForImageTextToText
+
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config).eval()
@@ -196,7 +231,6 @@ def _write_model(name: str, row: _Row, tokenizer: Any, folder: Path) -> Any:
             if weight.dim() > 1 or is_row:
                 torch.nn.init.normal_(weight, std=0.15)
     model.to(torch.bfloat16).save_pretrained(folder)
-    return config
 
 
 def _publish_weights(row: _Row, file: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -23,6 +23,7 @@ from vllm_autoprune.advise import (
 )
 from vllm_autoprune.backbones import (
     BACKBONE_SHAPES,
+    BackboneShape,
     add_tower,
     find_backbone,
     read_config,
@@ -48,6 +49,9 @@ from vllm_autoprune.probe import probe_server
 from vllm_autoprune.serving.models import require_served
 from vllm_autoprune.tpdsl.loading import load_state
 
+if TYPE_CHECKING:
+    from vllm_autoprune.serving.api.placeholders import TokenCount
+
 _M = TypeVar("_M", bound=BaseModel)
 
 _NAMES = {"block": "--block-size", "prefill": "--prefill-ms-per-token"} | {
@@ -72,6 +76,12 @@ def _parse_size(text: str) -> tuple[int, int]:
     raise ArgumentTypeError(f"{text!r} is not {form}")
 
 
+def _parse_image(text: str) -> tuple[int, int] | str:
+    """A size in pixels, or the path or URL of an image."""
+    is_picture = "://" in text or Path(text).is_file()
+    return text if is_picture else _parse_size(text)
+
+
 def _parse_count(text: str) -> int:
     if re.fullmatch(r"-?\d{1,9}", text, re.ASCII):
         return int(text)
@@ -88,9 +98,10 @@ def _parse_count(text: str) -> int:
     ),
     argument(
         "--image",
-        type=_parse_size,
-        metavar="WIDTHxHEIGHT",
-        help="pixels of an image, whose N the processor of the checkpoint counts",
+        type=_parse_image,
+        metavar="WIDTHxHEIGHT|FILE|URL",
+        help="an image or its pixels; N is counted by the backbone's published settings of the "
+        "processor, or by the processor of a folder or id",
     ),
     argument(
         "--tokens",
@@ -115,11 +126,7 @@ def _print_cost(options: Namespace) -> int:
     tokens = shape.tokens
     tiles = shape.tiles
     if options.image:
-        from vllm_autoprune.checkpoint import count_tokens  # imports vLLM
-
-        listed = BACKBONE_SHAPES.get(options.backbone)
-        checkpoint = listed.checkpoint if listed else options.backbone
-        count = count_tokens(checkpoint, *options.image)
+        count = _count_tokens(shape, options.image)
         tokens = count.tokens
         tiles = count.tiles
     budgets = [tokens, max(1, tokens // 9)]
@@ -176,6 +183,18 @@ def _print_cost(options: Namespace) -> int:
         format_paragraphs(shape.assumptions, "- "),
     )
     return 0
+
+
+def _count_tokens(shape: BackboneShape, size: tuple[int, int] | str) -> TokenCount:
+    """Count the tokens of an image of a size in pixels, or of an image by path or URL."""
+    from vllm_autoprune.checkpoint import count_published, count_tokens
+    from vllm_autoprune.evaluation.pictures import find_picture, read_picture
+
+    if isinstance(size, str):
+        size = read_picture(find_picture("--image", size, Path())).image().size
+    if shape.name in BACKBONE_SHAPES:
+        return count_published(shape, *size)
+    return count_tokens(shape.name, *size)
 
 
 def _add_advise(parser: ArgumentParser) -> None:
