@@ -179,7 +179,10 @@ TRACE = Trace(
     extra=0,
     signals=(
         _SignalTrace(
-            "local_contrast_saliency", 3.99961, tuple(i / 23 for i in range(24))
+            "local_contrast_saliency",
+            "contrast with four neighbours",
+            3.99961,
+            tuple(i / 23 for i in range(24)),
         ),
     ),
     quality=tuple(1 - i / 23 for i in range(24)),
@@ -198,14 +201,15 @@ def test_panels_show_image_selection_and_every_signal() -> None:
     )
     assert exchange.marks == {7: KEPT, 8: ENTERED, 20: CORE, 3: LEFT}
     assert (quality.heat, signal.heat) == (TRACE.quality, TRACE.signals[0].values)
-    assert (signal.title, signal.detail) == ("local contrast saliency", "weight 4")
+    assert signal.title == "contrast with four neighbours"
+    assert signal.detail == "weight 4"
     alone = dataclasses.replace(TRACE, quality=None, signals=())
     assert [panel.title for panel in _list_panels(alone, "cdpruner")] == [
         "image",
         "kept tokens",
     ]
     flat = dataclasses.replace(
-        TRACE, signals=(_SignalTrace("relevance", 1.0, (0.5,) * 24),)
+        TRACE, signals=(_SignalTrace("relevance", "relevance", 1.0, (0.5,) * 24),)
     )
     assert [panel.title for panel in _list_panels(flat, "cdpruner")][3:] == [
         "quality g"

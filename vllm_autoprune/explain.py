@@ -48,6 +48,8 @@ class _SignalTrace:
     """One signal over all N tokens, normalised to 0..1 as the fusion sees it."""
 
     atom: str
+    title: str
+    """Name of what the atom measures with its parameters."""
     weight: float
     values: tuple[float, ...]
 
@@ -132,8 +134,9 @@ def _trace_signals(
     for call in state.scoring.signals:
         if call.weight > 0:
             values = min_max_normalise(run_signal(call, view, reference))[0]
-            signal = _SignalTrace(call.atom, call.weight, tuple(values.tolist()))
-            signals.append(signal)
+            signals.append(
+                _SignalTrace(call.atom, call.title, call.weight, tuple(values.tolist()))
+            )
     return tuple(signals)
 
 

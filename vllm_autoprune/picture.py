@@ -110,7 +110,7 @@ def _list_panels(trace: Trace, base: str) -> list[_Panel]:
         maps = [_Panel("quality g", "decides the exchange", trace.quality)]
         maps += [
             _Panel(
-                signal.atom.replace("_", " "),
+                signal.title,
                 f"weight {signal.weight:.3g}",
                 signal.values,
             )

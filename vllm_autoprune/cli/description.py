@@ -24,7 +24,7 @@ def format_value(value: JsonValue) -> str:
 
 
 class Part(NamedTuple):
-    """A base policy or an atom of a state, with its parameters and its doc line."""
+    """A base policy or an atom of a state, with its parameters and what they make of it."""
 
     name: str
     doc: str
@@ -97,7 +97,7 @@ def _read_part(
     else:
         settings = call
         name = call.atom
-        doc = ATOMS.of(call).doc
+        doc = ATOMS.describe(call)
         if call.idle and not state.orders_by_quality:
             decides = False
     parameters = settings.model_dump(mode="json", exclude={"atom"})

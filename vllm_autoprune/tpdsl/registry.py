@@ -8,7 +8,7 @@ reference page and the text for an LLM proposer are all generated from this regi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, TypeVar
 
@@ -76,6 +76,10 @@ class AtomCall(StatePart):
         """Whether the call changes nothing, so that it reads nothing and need not be run."""
         return False
 
+    def describe(self, doc: str) -> str:
+        """What the call does: ``doc``, its atom's, or what a parameter makes of it."""
+        return doc
+
     @classmethod
     def parameters(cls) -> tuple[str, ...]:
         """Names of the parameters this call takes."""
@@ -88,6 +92,11 @@ def added(default: Any, **field: Any) -> Any:
     A default value is left out of the JSON, so that the digests of those states do not change.
     """
     return Field(default, exclude_if=lambda value: value == default, **field)
+
+
+def add_clauses(doc: str, clauses: Mapping[str, bool]) -> str:
+    """``doc`` with those of ``clauses`` at its end that are true."""
+    return "".join([doc.removesuffix("."), *(c for c in clauses if clauses[c]), "."])
 
 
 def _load_call(name: str, text: str) -> AtomCall:
@@ -148,6 +157,10 @@ class _Registry(dict[str, Atom]):
     def of(self, call: AtomCall) -> Atom:
         """The atom that a call names."""
         return self[call.atom]
+
+    def describe(self, call: AtomCall) -> str:
+        """What a call does, in one sentence."""
+        return call.describe(self.of(call).doc)
 
 
 ATOMS = _Registry()

@@ -125,6 +125,12 @@ class _SizedPool(_SourceCall):
         """Whether the pool has a size: without one, every token is in it."""
         return self.pool_ratio is not None
 
+    def describe(self, doc: str) -> str:
+        """Whether the pool has a size."""
+        if self.pool_ratio is not None:
+            return doc
+        return "Every token outside the reference selection."
+
 
 class _DiversityPool(_SizedPool):
     """Parameters of diversity_pool_builder."""
@@ -266,6 +272,11 @@ class JoinedPool(PoolCall):
     def reads_quality(self) -> bool:
         """Whether a source does."""
         return any(source.reads_quality for source in self.sources)
+
+    def describe(self, doc: str) -> str:
+        """Which pools are united."""
+        names = ", ".join(source.atom for source in self.sources)
+        return doc.replace("several pools", f"the pools of {names}")
 
 
 @atom("candidate_pool", JoinedPool, cost=0.1)

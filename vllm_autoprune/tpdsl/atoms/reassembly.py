@@ -67,7 +67,15 @@ _ROUNDING = 1e-5
 do."""
 
 
-class _BlendCall(AtomCall):
+class _RowsCall(AtomCall):
+    """Parameters of an output."""
+
+    def describe(self, doc: str) -> str:
+        """What changes: rows and their order, or their order alone."""
+        return f"Rows do not change;{doc.partition(';')[2]}" if self.idle else doc
+
+
+class _BlendCall(_RowsCall):
     """Parameters of residual and average; with strength 0 no row changes."""
 
     strength: float = Field(
@@ -93,8 +101,18 @@ class _NearestCall(_BlendCall):
         "centre to the farthest token and by 3 % with likeness to another, and tau does nothing",
     )
 
+    def describe(self, doc: str) -> str:
+        """Whether tokens are shared by all kept ones."""
+        order = doc.partition(";")[2]
+        if self.nearest:
+            doc = (
+                "Assign each discarded token to the most similar kept one of its tile, weight them "
+                f"by place and likeness, move the kept row towards their mean;{order}"
+            )
+        return super().describe(doc)
 
-class _ExchangeCall(AtomCall):
+
+class _ExchangeCall(_RowsCall):
     """Parameters of exchange; cosines differ by at most 2, so with a margin of 2 no row changes."""
 
     margin: float = Field(

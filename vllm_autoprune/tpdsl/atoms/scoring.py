@@ -23,7 +23,14 @@ from vllm_autoprune.ops.similarity import (
     subtract_mean,
 )
 from vllm_autoprune.tpdsl.atoms.signals import pick_confidence
-from vllm_autoprune.tpdsl.registry import AtomCall, OneOf, added, atom, run
+from vllm_autoprune.tpdsl.registry import (
+    AtomCall,
+    OneOf,
+    add_clauses,
+    added,
+    atom,
+    run,
+)
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
@@ -39,11 +46,22 @@ class _ProductFusion(AtomCall):
         description="divide the weights by their sum, and min-max normalise the product",
     )
 
+    def describe(self, doc: str) -> str:
+        """How the product is scaled."""
+        clause = "; weights are divided by their sum, the product is normalised"
+        return add_clauses(doc, {clause: self.normalised})
+
 
 class _ConfidenceFusion(_ProductFusion):
     beta: float = Field(
         0.5, ge=0.0, le=4.0, description="relative gain of the base policy's first pick"
     )
+
+    def describe(self, doc: str) -> str:
+        """Whether early picks gain, and how the product is scaled."""
+        if self.beta == 0:
+            doc = "Product of the signals, each raised to the power of its weight."
+        return super().describe(doc)
 
 
 Fusion = Annotated[AtomCall, OneOf("score_fusion")]
@@ -141,6 +159,14 @@ class _CosineKernel(KernelCall):
         """False: cosines alone."""
         return False
 
+    def describe(self, doc: str) -> str:
+        """The range of cosines."""
+        clauses = {
+            "; negative ones count as 0": self.clamp_negative,
+            "; as (1 + cosine) / 2": self.shifted,
+        }
+        return add_clauses(doc, clauses)
+
 
 class _ConditionalKernel(KernelCall):
     theta: float | None = Field(
@@ -155,6 +181,13 @@ class _ConditionalKernel(KernelCall):
         le=1e-3,
         description="added to the normalised quality, so that it is above 0 for every token",
     )
+
+    def describe(self, doc: str) -> str:
+        """How quality is weighted."""
+        weight = "the normalised token quality"
+        if self.theta is None:
+            return doc
+        return doc.replace(weight, f"an exponential of {weight}")
 
 
 class _CentredKernel(KernelCall):
@@ -171,6 +204,14 @@ class _CentredKernel(KernelCall):
     def reads_quality(self) -> bool:
         """Whether it is weighted."""
         return self.weighted
+
+    def describe(self, doc: str) -> str:
+        """What is done to channels before, and whether quality counts."""
+        clauses = {
+            ", of channels divided by their deviation": self.scale_variance,
+            ", scaled on both sides by token quality": self.weighted,
+        }
+        return add_clauses(doc, clauses)
 
 
 SimilarityKernel = Annotated[KernelCall, OneOf("similarity_kernel", KernelCall)]

@@ -105,6 +105,15 @@ class _ResidualSelector(_BoundedSelector):
         1.0, ge=0.25, le=4.0, description="with lam: power of the normalised quality"
     )
 
+    def describe(self, doc: str) -> str:
+        """Whether an exchange must gain quality."""
+        if self.lam is None:
+            return doc
+        return (
+            "Replace the q_e reference tokens of lowest quality, whatever is gained, by tokens of "
+            "the pool of high quality that are unlike the kept ones."
+        )
+
 
 class _MarginSelector(_BoundedSelector):
     margin: float = Field(

@@ -34,7 +34,14 @@ from vllm_autoprune.ops.videos import (
     echo_of_previous,
     surprise_of_motion,
 )
-from vllm_autoprune.tpdsl.registry import AtomCall, OneOf, added, atom, run
+from vllm_autoprune.tpdsl.registry import (
+    AtomCall,
+    OneOf,
+    add_clauses,
+    added,
+    atom,
+    run,
+)
 from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
 
 ROUNDS = 5
@@ -47,6 +54,11 @@ class _SignalCall(AtomCall):
     weight: float = Field(
         1.0, ge=0.0, le=4.0, description="exponent or factor in the fusion"
     )
+
+    @property
+    def title(self) -> str:
+        """Name of the signal in pictures: the atom's, or one for what a parameter makes of it."""
+        return self.atom.replace("_", " ")
 
 
 class Relevance(_SignalCall):
@@ -68,6 +80,24 @@ class Relevance(_SignalCall):
         "negative_mean: minus the mean of the token's channels, which reads no instruction",
     )
 
+    @property
+    def title(self) -> str:
+        """Name of what is measured."""
+        other = {"words": "relevance to words", "negative_mean": "minus mean channel"}
+        return other.get(self.measure, super().title)
+
+    def describe(self, doc: str) -> str:
+        """What ``measure`` says, and how cosines are signed and combined."""
+        if self.measure == "words":
+            return "Cosine with the mean of the question's words, else minus the mean channel."
+        if self.measure == "negative_mean":
+            return "Minus the mean of the token's channels; reads no question."
+        signed = {"auto": "signed cosine", "+": "cosine", "-": "minus the cosine"}
+        doc = doc.replace("signed cosine", signed[self.sign])
+        return add_clauses(
+            doc, {", largest of its text segments": self.reduce == "max"}
+        )
+
 
 class _Attention(_SignalCall):
     temperature: float = Field(
@@ -78,6 +108,17 @@ class _Attention(_SignalCall):
         description="norm_and_place: 0.7 of the token's norm and 0.3 of exp(-distance from the "
         "centre), each normalised, in place of attention",
     )
+
+    @property
+    def title(self) -> str:
+        """Name of what is measured."""
+        return "norm and place" if self.measure == "norm_and_place" else super().title
+
+    def describe(self, doc: str) -> str:
+        """What ``measure`` says."""
+        if self.measure == "attention":
+            return doc
+        return "0.7 of the token's norm, 0.3 of nearness to the centre; reads no attention."
 
 
 class _Centrality(_SignalCall):
@@ -91,6 +132,15 @@ class _Centrality(_SignalCall):
         description="exp(-bias x distance) in place of the Gaussian; null: the Gaussian",
     )
 
+    @property
+    def title(self) -> str:
+        """Name of the curve."""
+        return super().title if self.bias is None else "exponential centrality"
+
+    def describe(self, doc: str) -> str:
+        """Which curve falls with the distance."""
+        return doc if self.bias is None else doc.replace("Gaussian", "Exponential fall")
+
 
 class _Redundancy(_SignalCall):
     m: int | None = Field(
@@ -99,6 +149,18 @@ class _Redundancy(_SignalCall):
         le=64,
         description="number of most similar tokens in the mean; null: all others",
     )
+
+    @property
+    def title(self) -> str:
+        """Name that tells whether all tokens count."""
+        return super().title if self.m else "redundancy with all tokens"
+
+    def describe(self, doc: str) -> str:
+        """Which tokens count."""
+        return doc.replace(
+            "the m most similar other",
+            f"the {self.m} most similar other" if self.m else "all other",
+        )
 
 
 class _Contrast(_SignalCall):
@@ -112,6 +174,21 @@ class _Contrast(_SignalCall):
         "tokens",
     )
 
+    @property
+    def title(self) -> str:
+        """Name that tells which neighbours count."""
+        wrapped = self.neighbours == "four_wrapped"
+        return "contrast with four neighbours" if wrapped else super().title
+
+    def describe(self, doc: str) -> str:
+        """Which neighbours count."""
+        if self.neighbours == "window":
+            return doc
+        return (
+            "Distance from the mean direction of four neighbours, wrapped around the border; of "
+            "the 8 most similar tokens where the grid is not square."
+        )
+
 
 class _Norm(_SignalCall):
     p: int = Field(
@@ -120,6 +197,16 @@ class _Norm(_SignalCall):
         le=2,
         description="order of the norm: 1, sum of absolute values; 2, Euclidean",
     )
+
+    @property
+    def title(self) -> str:
+        """Name of the norm."""
+        return super().title if self.p == 2 else "sum of absolute values"
+
+    def describe(self, doc: str) -> str:
+        """Which norm it is."""
+        kinds = {1: "sum of absolute values.", 2: "Euclidean."}
+        return f"{doc.partition(':')[0]}: {kinds[self.p]}"
 
 
 class _ClusterCentroid(_SignalCall):
@@ -130,6 +217,15 @@ class _ClusterCentroid(_SignalCall):
 
 class _GlobalMean(_SignalCall):
     scope: Literal["image", "tile"] = Field("image", description="tokens in the mean")
+
+    @property
+    def title(self) -> str:
+        """Name that tells of a mean within the tile."""
+        return super().title if self.scope == "image" else "likeness to the tile's mean"
+
+    def describe(self, doc: str) -> str:
+        """Which tokens are in the mean."""
+        return f"Cosine to the mean direction of all tokens of the {self.scope}."
 
 
 class _ChannelEntropy(_SignalCall):
@@ -162,6 +258,22 @@ class _Dissimilarity(_SignalCall):
         description="sigmoid: flattens the extremes, as Cen-Prune on Qwen2.5-VL",
     )
 
+    @property
+    def title(self) -> str:
+        """Name with what is done before and after."""
+        scaled = "scaled " if self.scale_variance else ""
+        return (
+            f"{scaled}{super().title}{', sigmoid' if self.curve == 'sigmoid' else ''}"
+        )
+
+    def describe(self, doc: str) -> str:
+        """What is done to channels before, and to the mean after."""
+        clauses = {
+            ", of channels divided by their deviation": self.scale_variance,
+            ", through a sigmoid": self.curve == "sigmoid",
+        }
+        return add_clauses(doc, clauses)
+
 
 class _Echo(_SignalCall):
     tau: float = Field(
@@ -174,6 +286,15 @@ class _Echo(_SignalCall):
         "frame",
         description="tokens of the frame before: all, or the 3 x 3 around the place",
     )
+
+    @property
+    def title(self) -> str:
+        """Name that tells of a comparison around the place."""
+        return super().title if self.scope == "frame" else "temporal echo nearby"
+
+    def describe(self, doc: str) -> str:
+        """Which tokens are compared."""
+        return add_clauses(doc, {", around its place": self.scope == "local"})
 
 
 class _Surprise(_SignalCall):

@@ -43,13 +43,24 @@ _SCOPE = (
 )
 
 
-class _ProjectedView(ViewCall):
+class _ScopedView(ViewCall):
+    """A view whose tokens are compared within tiles or across them."""
+
+    tile_scope: TileScope = Field(description=_SCOPE)
+
+    def describe(self, doc: str) -> str:
+        """In which scope tokens are compared."""
+        scope = "within" if self.tile_scope == "per_tile" else "across"
+        return f"{doc.partition(';')[0]}; they are compared {scope} tiles."
+
+
+class _ProjectedView(_ScopedView):
     """Parameters of vision_tokens@post_projector."""
 
     tile_scope: TileScope = Field("per_tile", description=_SCOPE)
 
 
-class _EmbeddedView(ViewCall):
+class _EmbeddedView(_ScopedView):
     """Parameters of vision_tokens@pre_llm."""
 
     tile_scope: TileScope = Field("global", description=_SCOPE)
@@ -93,6 +104,10 @@ class _WeightedPrior(PriorCall):
         """Whether the prior is 1 everywhere."""
         return self.weight == 0
 
+    def describe(self, doc: str) -> str:
+        """What loses quality."""
+        return "Changes no quality." if self.idle else doc
+
 
 class _RegisteredPolicyName:
     """Annotation of a string that must be the name of a registered base policy."""
@@ -110,6 +125,10 @@ class _ExternalPolicy(_WeightedPrior):
         "cdpruner", description="a base policy, run with its default parameters"
     )
 
+    def describe(self, doc: str) -> str:
+        """Which base policy it runs."""
+        return super().describe(doc.replace("a second base policy", self.policy))
+
 
 @dataclass(frozen=True, slots=True)
 class PriorInputs:
@@ -121,7 +140,7 @@ class PriorInputs:
     picks: Tensor
 
 
-def _scoped(call: _ProjectedView | _EmbeddedView, tokens: VisualTokens) -> VisualTokens:
+def _scoped(call: _ScopedView, tokens: VisualTokens) -> VisualTokens:
     # A copy would lose cached values; with a single tile both scopes are the same.
     if tokens.grid.tiles == 1 or tokens.tile_scope == call.tile_scope:
         return tokens
