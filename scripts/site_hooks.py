@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import posixpath
 import re
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,11 +61,19 @@ def on_files(files: Files, *, config: MkDocsConfig, **_: object) -> None:
 def _generate_files() -> dict[str, str]:
     """Content of the generated files by name, as ``vllm-autoprune atoms`` prints it."""
     from vllm_autoprune.tpdsl.reference import render_language
+    from vllm_autoprune.tpdsl.registry import ATOMS
     from vllm_autoprune.tpdsl.state import PruningState
 
+    counts = Counter(atom.origin for atom in ATOMS.values())
+    total = counts["printed"] + counts["listed"]
+    origins = (
+        f"Of its {total} atoms the [paper](methods.md#autoprune) names {counts['printed']}; the "
+        f"other {counts['listed']} and {counts['extension']} extensions are this project's own. "
+        "`vllm-autoprune atoms` marks each."
+    )
     schema = json.dumps(PruningState.model_json_schema(), indent=2, ensure_ascii=False)
     return {
-        "atoms.md": f"# Atoms\n\n{render_language()}",
+        "atoms.md": f"# Atoms\n\n{origins}\n\n{render_language()}",
         "autoprune-state-1.schema.json": schema + "\n",
     }
 

@@ -225,7 +225,10 @@ def test_the_lists_say_what_a_choice_depends_on(capsys: Captured) -> None:
 def test_atoms_are_listed_by_group_and_as_a_schema(capsys: Captured) -> None:
     checks = run_json(capsys, "atoms", "--group", "safety_checks")
     assert {atom["group"] for atom in checks} == {"safety_checks"}
-    assert "local_contrast_saliency" in run(capsys, "atoms")
+    listed = run(capsys, "atoms")
+    assert "local_contrast_saliency" in listed
+    assert "131 of the paper's 131 atoms, of which it names 50" in listed
+    assert "definitions of the other 81 are" in listed
     assert "constraints" in json.loads(run(capsys, "atoms", "--schema"))["properties"]
 
 

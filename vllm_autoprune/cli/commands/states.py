@@ -36,7 +36,7 @@ from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.loading import load_state, shipped_states
 from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.reference import render_language
-from vllm_autoprune.tpdsl.registry import ATOMS, ROLES
+from vllm_autoprune.tpdsl.registry import ATOMS, ROLES, Origin
 from vllm_autoprune.tpdsl.safety import safety_check
 from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.transfer import (
@@ -239,6 +239,14 @@ def _format_scores(scores: Sequence[ScoreRow]) -> str:
     return format_table(head, rows, "<>>")
 
 
+_ORIGINS: dict[Origin, str] = {
+    "printed": "named in the paper",
+    "listed": "this project's",
+    "extension": "extension",
+}
+"""Origin of an atom, in words."""
+
+
 @command(
     "atoms",
     argument("--group", choices=list(ROLES), help="atoms of one group only"),
@@ -275,7 +283,7 @@ def _list_atoms(options: Namespace) -> int:
         [
             atom.group,
             atom.name,
-            atom.origin,
+            _ORIGINS[atom.origin],
             ", ".join(sorted(atom.needs)) or "-",
             atom.doc,
         ]
@@ -284,9 +292,13 @@ def _list_atoms(options: Namespace) -> int:
     table = format_table(
         ["group", "atom", "origin", "reads", "what it does"], rows, wrap=True
     )
-    added = sum(atom.origin == "extension" for atom in atoms)
-    about = f"{len(atoms) - added} atoms of the paper's language, {added} extensions"
-    print_result(options, records, table, about)
+    counts = Counter(atom.origin for atom in atoms)
+    about = (
+        f"{counts['printed'] + counts['listed']} of the paper's 131 atoms, of which it names "
+        f"{counts['printed']}; names and definitions of the other {counts['listed']} are this "
+        f"project's own, as are {counts['extension']} extensions."
+    )
+    print_result(options, records, table, format_paragraphs([about]))
     return 0
 
 
