@@ -11,7 +11,6 @@ do not depend on the weights.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import math
 import statistics
@@ -25,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.common.client import Client, Record
+from benchmarks.common.command import run_command
 from benchmarks.common.report import environment, log_progress
 from benchmarks.common.requests import (
     build_body,
@@ -39,7 +39,7 @@ from benchmarks.common.shapes import (
     draw_words,
     write_shape,
 )
-from benchmarks.server import run_command, serve
+from benchmarks.server import serve
 from benchmarks.yardsticks.examples import (
     CLIP,
     LLAVA,
@@ -47,6 +47,7 @@ from benchmarks.yardsticks.examples import (
     Example,
     draw_examples,
 )
+from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.report import Table
 from vllm_autoprune.statistics import Spread
@@ -338,7 +339,7 @@ def _run_demo(out: Path) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 if the tables are complete, 130 after Ctrl-C, 1 after a failure."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m benchmarks.demo",
         description="Serve two models stock and pruned: the trained mini-LLaVA, to compare "
         "answers, and one of LLaVA-1.5's proportions with random weights, to compare times.",
@@ -346,8 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("out/demo"), help="folder of tables, logs"
     )
-    options = parser.parse_args(arguments)
-    return run_command("demo", lambda: _run_demo(options.out))
+    return run_command("demo", lambda: _run_demo(parser.parse_args(arguments).out))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.command import run_command
 from benchmarks.yardsticks.examples import CHECKPOINTS, weights_digest
 from vllm_autoprune import PruningState, load_state, materialize
 from vllm_autoprune.backbones import BACKBONE_SHAPES
@@ -341,8 +342,12 @@ def _describe(state: PruningState) -> str:
     return state.provenance.notes.removesuffix(_PACKED).rstrip(". ")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse the arguments and run one of the commands."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command that the arguments name; returns the exit status, 1 after an error."""
+    return run_command("policies", lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> None:
     parser = CommandParser(
         prog="python -m benchmarks.policies",
         description="Build the shipped states and their evidence.",
@@ -364,4 +369,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

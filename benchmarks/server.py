@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -22,7 +22,6 @@ import httpx
 
 from benchmarks import BenchmarkError
 from vllm_autoprune.connection import Connection, make_client
-from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.ops.dtype import choose_dtype
 
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
@@ -204,22 +203,6 @@ def serve(
             end_group(process, grace=2.0)
             raise
         yield server
-
-
-def run_command(name: str, run: Callable[[], int]) -> int:
-    """Run a command and return its exit status; servers that it has started are ended.
-
-    An error is printed in one line, with status 1; Ctrl-C and SIGTERM give status 130.
-    """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        return run()
-    except KeyboardInterrupt:
-        print(f"{name}: stopped, no server is left running", file=sys.stderr)
-        return 130
-    except (AutopruneError, OSError) as error:
-        print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
 
 
 def end_group(process: subprocess.Popen[bytes], grace: float = 20.0) -> None:

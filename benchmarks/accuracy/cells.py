@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
+from benchmarks.common.command import run_command
 from benchmarks.yardsticks.scenes import WORDS
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.evaluation.pictures import _decode
@@ -152,8 +153,12 @@ def count_losses() -> Iterator[tuple[str | int, ...]]:
             yield name, rule, len(marked), *(int(mask.sum()) for mask in masks)
 
 
-def main() -> None:
-    """Count, and print rows of ``docs/data``."""
+def main() -> int:
+    """Count, and print rows of ``docs/data``; returns the exit status, 1 after an error."""
+    return run_command("cells", _count)
+
+
+def _count() -> None:
     parser = CommandParser(
         prog="python -m benchmarks.accuracy.cells", description=__doc__
     )
@@ -171,4 +176,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

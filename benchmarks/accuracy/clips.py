@@ -16,10 +16,11 @@ import numpy as np
 from PIL import Image
 
 from benchmarks import BenchmarkError
+from benchmarks.common.command import run_command
 from benchmarks.common.report import log_progress
 from benchmarks.cost.turns import Table
 from benchmarks.search.evaluator import write_data
-from benchmarks.server import run_command, serve
+from benchmarks.server import serve
 from benchmarks.yardsticks.examples import CHECKPOINTS, Split, weights_digest
 from benchmarks.yardsticks.pages import TOKEN
 from benchmarks.yardsticks.questions import CATEGORIES
@@ -154,8 +155,7 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("out/accuracy-clips"), help=text
     )
-    options = parser.parse_args()
-    return run_command("clips", lambda: _measure(options.out, options.clips))
+    return run_command("clips", lambda: _measure(**vars(parser.parse_args())))
 
 
 def _measure(out: Path, clips: int) -> int:

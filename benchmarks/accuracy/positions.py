@@ -11,15 +11,15 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.common.command import run_command
 from benchmarks.common.report import command_line, format_estimate, log_progress
 from vllm_autoprune.cli.flags import add_connection_flags, read_connection
 from vllm_autoprune.cli.output import CommandParser
-from vllm_autoprune.errors import AutopruneError, ConfigError, Problem
+from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.cases import FULL
 from vllm_autoprune.evaluation.journal import JOURNAL, Case, Contents, Journal
 from vllm_autoprune.evaluation.lmms import LmmsSuite
@@ -257,18 +257,18 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     """Measure, and print tables; returns the exit status, 1 where a result is not valid."""
+    return run_command("positions", _run)
+
+
+def _run() -> int:
     options = parse_arguments()
     published = [*csv.DictReader(_PUBLISHED.read_text().splitlines())]
-    try:
-        keys = [key for key in _MODELS if getattr(options, key)]
-        if not keys:
-            flags = " or ".join(f"--{key}" for key in _MODELS)
-            problem = Problem(flags, "is missing", "give the address of a vllm serve")
-            raise ConfigError("positions", [problem])
-        results = [_measure(key, options) for key in keys]
-    except AutopruneError as error:
-        print(error, file=sys.stderr)
-        return 1
+    keys = [key for key in _MODELS if getattr(options, key)]
+    if not keys:
+        flags = " or ".join(f"--{key}" for key in _MODELS)
+        problem = Problem(flags, "is missing", "give the address of a vllm serve")
+        raise ConfigError("", [problem])
+    results = [_measure(key, options) for key in keys]
     if options.json:
         record = {
             "command": command_line(),

@@ -17,6 +17,7 @@ from statistics import fmean
 import numpy as np
 import torch
 
+from benchmarks.common.command import run_command
 from benchmarks.common.report import format_estimate, log_progress
 from benchmarks.policies import SEARCH_RESULTS, SOURCE
 from benchmarks.yardsticks import YARDSTICKS, open_yardstick
@@ -25,7 +26,6 @@ from benchmarks.yardsticks.questions import CATEGORIES
 from benchmarks.yardsticks.yardstick import ALL_TOKENS, Case, Scores, Yardstick
 from offline_search.dataset import SPLITS
 from vllm_autoprune.cli.output import CommandParser
-from vllm_autoprune.errors import StateError
 from vllm_autoprune.report import Table
 from vllm_autoprune.statistics import ClusterBootstrap, Estimate, Floats
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
@@ -274,8 +274,15 @@ def _tabulate_positions(yardstick: Yardstick, rows: Sequence[_Row]) -> str:
     return Table("", columns, table, "-" + "r" * len(states)).markdown() + "\n"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the tables, and update the documentation if a flag asks for it."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the tables, and update the documentation if a flag asks for it.
+
+    Returns the exit status, 1 after an error.
+    """
+    return run_command("yardsticks", lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> None:
     parser = CommandParser(
         prog="python -m benchmarks.accuracy.yardsticks",
         description="Measure base policies, states and controls on mini-LLaVA and mini-Qwen3-VL.",
@@ -308,10 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     positions = ""
     for name in options.yardsticks:
         yardstick = open_yardstick(name, options.checkpoint)
-        try:
-            cases = _build_cases(yardstick, options.methods)
-        except StateError as error:
-            parser.exit(1, f"{parser.prog}: {error}\n")
+        cases = _build_cases(yardstick, options.methods)
         examples = draw_examples(options.split, options.images, yardstick.key)
         rows = list(_measure(yardstick, cases, examples))
         parts.append(_as_markdown(yardstick, rows, options.split))
@@ -336,4 +340,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

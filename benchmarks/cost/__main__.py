@@ -10,7 +10,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from benchmarks.server import run_command
+from benchmarks.common.command import run_command
+from vllm_autoprune.cli.output import CommandParser
 
 _COMMANDS = {
     "cells": "requests/s and time to first token with blank cells dropped before the tower",
@@ -24,16 +25,13 @@ _COMMANDS = {
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse a command and its options; ``run`` is the function that runs it."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m benchmarks.cost",
         description="What pruning costs and what it saves.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in _COMMANDS.items():
-        defaults = argparse.ArgumentDefaultsHelpFormatter
-        command = commands.add_parser(
-            name, help=text, description=text, formatter_class=defaults
-        )
+        command = commands.add_parser(name, help=text, description=text)
         if name in arguments[:1]:
             module = importlib.import_module(f"benchmarks.cost.{name}")
             for flag, settings in module.OPTIONS.items():
@@ -44,8 +42,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status: 1 with one line if it fails, 130 if stopped."""
-    options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
-    return run_command(options.command, lambda: int(options.run(options)))
+    words = sys.argv[1:] if arguments is None else arguments
+    name = " ".join(["cost", *words[:1]])
+    return run_command(name, lambda: _run(parse_arguments(words)))
+
+
+def _run(options: argparse.Namespace) -> int:
+    return int(options.run(options))
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
+from benchmarks.common.command import run_command
 from benchmarks.load.paired import Arm, measure
 from benchmarks.load.report import REPORT
 from benchmarks.load.settings import PairedOptions, RequestOptions, Workload
 from benchmarks.load.workload import prepare
-from benchmarks.server import run_command
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.flags import add_flags, flag_problems, read_flags
@@ -51,8 +51,8 @@ def parse_arguments(argv: Sequence[str]) -> RequestOptions:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0: all valid; 1: invalid or failed; 2: wrong arguments; 130: interrupted."""
-    options = parse_arguments(sys.argv[1:] if argv is None else argv)
-    return run_command("load", lambda: _run(options))
+    words = sys.argv[1:] if argv is None else argv
+    return run_command("load", lambda: _run(parse_arguments(words)))
 
 
 def _run(options: RequestOptions) -> int:

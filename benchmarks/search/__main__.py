@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import get_args
 
+from benchmarks.common.command import run_command
 from benchmarks.policies import QUOTAS
 from benchmarks.search.evaluator import write_data
 from benchmarks.search.results import format_tables, read_results
@@ -32,7 +32,7 @@ from offline_search.endpoint import EndpointProposer, EndpointSettings
 from offline_search.settings import DEFAULT_LIST, Settings
 from vllm_autoprune.cli.flags import argument
 from vllm_autoprune.cli.output import CommandParser, print_result
-from vllm_autoprune.errors import AutopruneError, SearchError
+from vllm_autoprune.errors import SearchError
 from vllm_autoprune.tpdsl.tokens import POSITIONS
 
 _Adds = Callable[[argparse.ArgumentParser], object]
@@ -255,6 +255,10 @@ _COMMANDS: Mapping[
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name; returns the exit status, 1 after an error."""
+    return run_command("search", lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> None:
     parser = CommandParser(prog="python -m benchmarks.search", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (run, adds) in _COMMANDS.items():
@@ -263,12 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for add in adds:
             add(command)
     options = parser.parse_args(arguments)
-    try:
-        options.run(options)
-    except AutopruneError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+    options.run(options)
 
 
 if __name__ == "__main__":

@@ -280,4 +280,4 @@ def train(run: training.Training) -> None:
 
 
 if __name__ == "__main__":
-    training.Training.start("clips", train)
+    raise SystemExit(training.Training.start("clips", train))

@@ -361,4 +361,4 @@ def train(run: training.Training) -> None:
 
 
 if __name__ == "__main__":
-    training.Training.start("minillava", train)
+    raise SystemExit(training.Training.start("minillava", train))

@@ -509,4 +509,4 @@ def train(run: training.Training) -> None:
 
 
 if __name__ == "__main__":
-    training.Training.start("miniqwen", train)
+    raise SystemExit(training.Training.start("miniqwen", train))

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from benchmarks.common.command import run_command
 from benchmarks.yardsticks.questions import Model, Question
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.record_file import FrozenModel
@@ -130,8 +131,12 @@ class Training:
     seed: int = 7
 
     @classmethod
-    def start(cls, model: Model, train: Callable[[Training], None]) -> None:
-        """Train a model with the options of the command line."""
+    def start(cls, model: Model, train: Callable[[Training], None]) -> int:
+        """Train a model with the options of the command line; returns the exit status."""
+        return run_command(f"train {model}", lambda: cls._run(model, train))
+
+    @classmethod
+    def _run(cls, model: Model, train: Callable[[Training], None]) -> None:
         parser = CommandParser(description=f"Train {model}.")
         parser.add_argument(
             "--out",
