@@ -140,6 +140,19 @@ def test_higher_points_are_drawn_higher_and_no_points_are_drawn_too() -> None:
     assert "mark-" not in Chart("t", "x", "y", []).draw()
 
 
+@pytest.mark.parametrize(
+    ("ys", "shown"),
+    [((0.02, 900.0), {"0.1", "1", "100"}), ((610.0, 880.0), {"700", "800"})],
+)
+def test_a_logarithmic_axis_has_plain_numbers(
+    ys: tuple[float, ...], shown: set[str]
+) -> None:
+    marks = [Mark(n, y, str(y), y, y) for n, y in enumerate(ys, 1)]
+    labels = {text.text for text in svg_of(Series("s", marks)).iter(f"{SVG}text")}
+    assert shown <= labels and len(labels) < 30
+    assert not any("$" in str(label) for label in labels)
+
+
 def test_without_matplotlib_a_page_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -147,6 +147,18 @@ class Series:
         )
 
 
+def _label_logarithm(axes: Axes) -> None:
+    """Write plain numbers at a logarithmic y axis, at least two of them."""
+    from matplotlib import ticker
+
+    bottom, top = axes.get_ylim()
+    several = top / bottom > 10
+    places = ticker.LogLocator(subs=(1, 2, 5)) if several else ticker.MaxNLocator(6)
+    axes.yaxis.set_major_locator(places)
+    axes.yaxis.set_major_formatter(lambda y, _: f"{y:,.10g}")
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+
+
 @dataclass(frozen=True)
 class Chart:
     """A chart with its title and the labels of its axes: x from 0, y logarithmic unless linear."""
@@ -199,6 +211,7 @@ class Chart:
             # A logarithmic axis needs a positive point.
             if not self.linear and any(mark.y > 0 for mark in marks.values()):
                 axes.set_yscale("log")
+                _label_logarithm(axes)
             if len(self.series) > 1 or self.rules:
                 figure.legend(loc="outside upper left", ncols=3, fontsize="small")
             figure.savefig(

@@ -319,7 +319,9 @@ def test_the_page_says_who_wins_of_each_state_that_was_to_be_evaluated() -> None
     assert "With all tokens, 100.0 % of the answers are right." in page
     (line,) = [line for line in page.splitlines() if ", K = 8: " in line]
     assert line.startswith("- mine, K = 8: pruning beats resizing, +25.0 (")
-    assert " By kind: read +100.0 (+100.0 to +100.0): pruning; count -50.0 (" in line
+    assert "### By kind of question" in page
+    assert "| mine | read | pruning | 8 | +100.0 (+100.0 to +100.0) |" in page
+    assert "| mine | count | " in page
     assert page.splitlines()[2].startswith(
         "A trial run on 8 images, no measurement (at least 20"
     )

@@ -13,6 +13,7 @@ from vllm_autoprune.report import (
     Chart,
     Document,
     Mark,
+    Row,
     Section,
     Series,
     Table,
@@ -140,7 +141,21 @@ def _compare_arms(report: Report, verdicts: Sequence[str]) -> Section:
         texts.append(f"Rank correlation with % right over the states: {correlations}.")
     if report.setup.score == "agrees":
         texts.append(_AGREEMENT_NOTE)
-    return Section(f"Pruning or {_rival(report)}?", texts)
+    kinds = _tabulate_kinds(report)
+    tables = [kinds] if kinds.rows else []
+    return Section(f"Pruning or {_rival(report)}?", texts, tables=tables)
+
+
+def _tabulate_kinds(report: Report) -> Table:
+    """Who is better, and by how much, for each state and kind of question."""
+    states = {case.name: case for case in report.states}
+    rows = list[Row]()
+    for part in report.resizing:
+        if part.kind and (case := states.get(part.case)):
+            better = _format(part.difference)
+            rows.append([case.label, part.kind, part.winner, str(case.budget), better])
+    head = ["state", "questions", "better", "K", f"points less {_rival(report)}"]
+    return Table("By kind of question", head, rows, "lll")
 
 
 def _draw_chart(report: Report) -> Section | None:
@@ -303,7 +318,7 @@ def _describe_difference(report: Report, overall: Comparison) -> str:
 
 
 def _describe_verdicts(report: Report) -> Iterator[str]:
-    """One line for each evaluated state: who wins, and by how much, overall and by kind."""
+    """One line for each evaluated state: who wins, and by how much."""
     rows = {row.case.name: row for row in report.rows}
     for overall in report.resizing:
         if overall.kind is not None or (row := rows.get(overall.case)) is None:
@@ -316,12 +331,7 @@ def _describe_verdicts(report: Report) -> Iterator[str]:
         line = f"{row.case.label}, K = {row.case.budget}: {verdict}"
         # A resized image may have a few tokens fewer than K.
         line += f" with {more:.1f} tokens more." if control and more >= 0.5 else "."
-        kinds = [
-            f"{part.kind} {_format(part.difference)}: {part.winner}"
-            for part in report.resizing
-            if part.case == overall.case and part.kind
-        ]
-        yield line + (f" By kind: {'; '.join(kinds)}." if kinds else "")
+        yield line
 
 
 def _has_aggregates(report: Report) -> bool:
