@@ -110,7 +110,7 @@ class _Sets:
         return values if self.across else self.tokens.by_tile(values)
 
     @property
-    def kept(self) -> Tensor:
+    def given(self) -> Tensor:
         """Mask ``(R, n)`` of the given tokens."""
         return self.of(mask_from_indices(self.start.indices, self.tokens.count))
 
@@ -128,9 +128,12 @@ class _Sets:
         )
 
     def pick_by_map(self, similarity: Tensor, quality: Tensor) -> Tensor:
-        """Greedy MAP on the similarity conditioned on the given tokens, weighted by quality."""
+        """Picks ``(B, K)`` by greedy MAP on the similarity ``(R, n, n)``, weighted by quality.
+
+        The similarity is conditioned on the given tokens.
+        """
         eligible = conditioned = None
-        if self.start.most:
+        if self.start.max_closed:
             eligible = ~self.closed
             fixed = self.start.indices
             valid = None
@@ -150,7 +153,7 @@ class _Sets:
         return self.join(picks)
 
 
-def _distance_to_kept(distance: Tensor, mask: Tensor) -> Tensor:
+def _distance_to(distance: Tensor, mask: Tensor) -> Tensor:
     """Distance ``(B, N)`` of each token to the nearest token of a mask ``(B, N)``."""
     return distance.masked_fill(~mask[:, :, None], torch.inf).amin(dim=1)
 
@@ -180,7 +183,7 @@ def _divprune(
     distance = 1 - cosine.to(tokens.features.dtype)
     count = sets.shares[0]
     if start.indices.shape[1]:
-        nearest = _distance_to_kept(distance, sets.kept)
+        nearest = _distance_to(distance, sets.given)
         return sets.join(farthest_points(distance, count, Chosen(nearest, sets.closed)))
     # The nearest token is the token itself, so the second smallest distance is that to the nearest
     # neighbour. Like the published code, this does not mask the diagonal.
@@ -314,7 +317,7 @@ def _cen_divprune(
     similarity, weight = params.compare(sets)
     distance = 1 - similarity
     # From the first weighted distance of at most the floor on, tokens are picked by weight.
-    chosen = Chosen(_distance_to_kept(distance, sets.kept), sets.closed)
+    chosen = Chosen(_distance_to(distance, sets.given), sets.closed)
     return sets.join(
         weighted_farthest_points(distance, weight, sets.shares[0], chosen, floor=1e-6)
     )
@@ -346,7 +349,7 @@ def _scope(
         similarity,
         sets.of(attention**params.alpha),
         sets.shares[0],
-        covered=_covered_by(similarity, sets.kept),
+        covered=_covered_by(similarity, sets.given),
         taken=sets.closed,
         floor=1e-9,  # from the first weighted gain of at most this on, tokens are picked by weight
     )
@@ -396,8 +399,6 @@ def _mmtok(
 
     Source: MMTok (ICLR 2026, arXiv 2508.18264) and its published code.
     """
-    # How well each token covers each token of its tile (B * T, n, n), and each word, which is 0 for
-    # padding.
     sets = _Sets(tokens, budget, start)
     rows = sets.of(tokens.require_encoder())
     covers = (
@@ -405,6 +406,8 @@ def _mmtok(
         .div_(params.tau_vision)
         .softmax(dim=2)
     )
+    # How well each token covers each word, with 0 for padding, and each token of its tile:
+    # (B * T, n, W + n).
     degrees = covers.transpose(1, 2) * (params.alpha / rows.shape[1])
     if params.words:
         words = tokens.require_words()
@@ -421,7 +424,7 @@ def _mmtok(
         degrees,
         degrees.new_zeros(degrees.shape[:2]),
         sets.shares[0],
-        covered=_covered_by(degrees, sets.kept),
+        covered=_covered_by(degrees, sets.given),
         taken=sets.closed,
         floor=1e-12,  # from the first gain of at most this on, tokens are picked by index
         scale=False,
@@ -472,23 +475,23 @@ def _idpruner(
     """
     sets = _Sets(tokens, budget, start)
     if params.importance == "attention":
-        score = tokens.require_cls_attention().float()
+        raw = tokens.require_cls_attention().float()
     else:
-        score = tokens.require_instruction().relevance()
+        raw = tokens.require_instruction().relevance()
     # Importance (B * T, n) in [0, 1], normalised within each tile, with the published 1e-6.
-    score = sets.of(score)
-    low = score.amin(dim=1, keepdim=True)
-    high = score.amax(dim=1, keepdim=True)
-    importance = (score - low) / (high - low + 1e-6)
+    raw = sets.of(raw)
+    low = raw.amin(dim=1, keepdim=True)
+    high = raw.amax(dim=1, keepdim=True)
+    importance = (raw - low) / (high - low + 1e-6)
     balance = params.balance
     similarity = tokens.precise_tile_cosine
-    mask = sets.kept
+    mask = sets.given
     free = ~sets.closed
 
     rows, size = importance.shape
     offset = row_offsets(rows, size, importance.device)
     flat = similarity.reshape(rows * size, size)
-    closest = -_distance_to_kept(-similarity, mask)
+    closest = -_distance_to(-similarity, mask)
     begins = ~mask.any(dim=1, keepdim=True)
     picks = [torch.empty(rows, 0, dtype=torch.int64, device=importance.device)]
     for _ in range(sets.shares[0]):

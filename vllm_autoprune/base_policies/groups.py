@@ -67,23 +67,23 @@ def _holov(
 def _select_by_band(attention: Tensor, count: int, bands: int) -> Tensor:
     """Picks ``(R, count)`` of the most attended tokens of each band, by attention ``(R, n)``.
 
-    Each of P bands is a run of n // P tokens, the first n mod P bands having one token more. Quotas
+    Each of G bands is a run of n // G tokens, the first n mod G bands having one token more. Quotas
     are by the mean attention of a band. Tokens that a band has no room for go one by one to the
     band with room that is farthest below its fair share [ours]: the published code pads with zero
     rows there.
     """
     rows, size = attention.shape
     position = torch.arange(size, device=attention.device)
-    long = size % bands
-    short = size // bands
-    edge = long * (short + 1)
-    after = long + (position - edge) // max(short, 1)
-    band = torch.where(position < edge, position // (short + 1), after)
-    turn = torch.arange(bands, device=attention.device)
-    member = band[:, None] == turn
+    long_bands = size % bands
+    short_size = size // bands
+    edge = long_bands * (short_size + 1)
+    after = long_bands + (position - edge) // max(short_size, 1)
+    band = torch.where(position < edge, position // (short_size + 1), after)
+    numbers = torch.arange(bands, device=attention.device)
+    member = band[:, None] == numbers
     sizes = member.sum(dim=0)
 
-    # Quota (R, P) of tokens of each band.
+    # `take` is the quota (R, G) of tokens of each band.
     finite = attention.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).clamp_min(0)
     total = torch.stack([row @ member.to(row.dtype) for row in finite])
     weight = _BAND_SCALE * total / sizes.clamp_min(1)
@@ -95,24 +95,24 @@ def _select_by_band(attention: Tensor, count: int, bands: int) -> Tensor:
     )
     remainder = count - take.sum(dim=1, keepdim=True)
     by_weight = torch.zeros_like(take).scatter_(
-        1, rank_descending(weight), turn.expand(rows, -1)
+        1, rank_descending(weight), numbers.expand(rows, -1)
     )
     take = torch.minimum(take + (by_weight < remainder), sizes)
     for _ in range(count):
         missing = count - take.sum(dim=1, keepdim=True)
         lacking = (fair.nan_to_num() - take).masked_fill(take >= sizes, -torch.inf)
-        best = lacking.argmax(dim=1, keepdim=True)
-        take = take.scatter_add(1, best, (missing > 0).to(take.dtype))
+        farthest_below = lacking.argmax(dim=1, keepdim=True)
+        take = take.scatter_add(1, farthest_below, (missing > 0).to(take.dtype))
 
     # The most attended tokens of each band.
-    best = rank_descending(attention)
-    order = best.gather(1, band[best].argsort(dim=1, stable=True))
-    owner = band[order]
+    order = rank_descending(attention)
+    by_band = order.gather(1, band[order].argsort(dim=1, stable=True))
+    owner = band[by_band]
     rank = position - (sizes.cumsum(0) - sizes)[owner]
-    chosen = torch.zeros_like(order, dtype=torch.bool)
-    chosen.scatter_(1, order, rank < take.gather(1, owner))
-    ahead = rank_descending(chosen.gather(1, best).to(torch.uint8))
-    return best.gather(1, ahead[:, :count])
+    chosen = torch.zeros_like(by_band, dtype=torch.bool)
+    chosen.scatter_(1, by_band, rank < take.gather(1, owner))
+    chosen_first = rank_descending(chosen.gather(1, order).to(torch.uint8))
+    return order.gather(1, chosen_first[:, :count])
 
 
 _Mode = Literal["patch", "cls", "qwen"]

@@ -128,30 +128,30 @@ def _dart(params: _DartParams, tokens: VisualTokens, budget: int) -> ReferenceSe
     # L1 norms (B, L), over all heads together, rank the pivots; states (B, L, D) are compared.
     if params.space == "embeddings":
         states = language.embeddings().float()
-        length = states.abs().sum(dim=2)
+        norms = states.abs().sum(dim=2)
     else:
-        length = language.keys(params.layer - 1).float().abs().sum(dim=(1, 3))
+        norms = language.keys(params.layer - 1).float().abs().sum(dim=(1, 3))
         states = language.normed(params.layer - 1)
 
     # Visual pivots (B, 4) and word pivots (B, 4), or fewer if there are fewer tokens. If only some
     # instructions of the batch have fewer words, their strongest word is repeated [ours].
-    visual = rank_descending(language.visual(length, count))[:, :_PIVOTS][:, :budget]
-    strength = language.textual(length, count).masked_fill(~language.text, -torch.inf)
+    visual = rank_descending(language.visual(norms, count))[:, :_PIVOTS][:, :budget]
+    strength = language.textual(norms, count).masked_fill(~language.text, -torch.inf)
     words = rank_descending(strength)[:, :_PIVOTS]
     words = torch.where(language.text.gather(1, words), words, words[:, :1])
-    turns = torch.cat([visual, words + count], dim=1) + language.start
+    pivots = torch.cat([visual, words + count], dim=1) + language.start
     # Iteration order of a CPython set without hash collisions; on a collision the lower index is
     # first.
-    by_slot = (turns % _SLOTS) * states.shape[1] + turns
-    turns = turns.gather(1, by_slot.argsort(dim=1, stable=True))
+    by_slot = (pivots % _SLOTS) * states.shape[1] + pivots
+    pivots = pivots.gather(1, by_slot.argsort(dim=1, stable=True))
 
     # Each pivot takes its share of the remaining tokens, least similar first.
-    quota, remainder = divmod(budget - visual.shape[1], turns.shape[1])
+    quota, remainder = divmod(budget - visual.shape[1], pivots.shape[1])
     image = states.narrow(1, language.start, count)
-    dissimilarity = -cosines_with(gather_rows(states, turns), image)
+    dissimilarity = -cosines_with(gather_rows(states, pivots), image)
     taken = mask_from_indices(visual, count)
     picks = [visual]
-    for turn in range(turns.shape[1]):
+    for turn in range(pivots.shape[1]):
         # NaN ranks last among the remaining tokens, but before those already taken.
         score = (
             dissimilarity[:, turn].nan_to_num(nan=-2.0).masked_fill(taken, -torch.inf)

@@ -61,11 +61,11 @@ def merge_by_tile(
     extra = []
     for group in groups:
         result = run(group)
-        low = torch.cat([result.merged, result.extra], dim=1).to(
+        unprojected = torch.cat([result.merged, result.extra], dim=1).to(
             tokens.require_tower().patches.dtype
         )
-        high = tokens.require_tower().projected(low).to(tokens.output.dtype)
-        merged, added = high.split(
+        projected = tokens.require_tower().projected(unprojected)
+        merged, added = projected.to(tokens.output.dtype).split(
             [result.merged.shape[1], result.extra.shape[1]], dim=1
         )
         plain = result.picks[:, : result.picks.shape[1] - merged.shape[1]]
@@ -212,10 +212,10 @@ def _prumerge_plus(
     of tokens depends on the image; here tokens are chosen by a rule of this project [ours], with
     exactly K rows.
     """
-    following = tokens.require_next_layer()
+    next_layer = tokens.require_next_layer()
 
     def run(group: TileGroup) -> TileRows:
-        attention = group.of(following.attention, tokens)
+        attention = group.of(next_layer.attention, tokens)
         # With a single row, keep a token, because there has to be one to merge into.
         alone = params.drop_extra or group.share == 1
         count = group.share if alone else group.share - 1
@@ -226,7 +226,7 @@ def _prumerge_plus(
         )
         patches = group.of(tokens.require_tower().patches, tokens)
         merged, extra = _merge_neighbours(
-            attention, group.of(following.keys, tokens), patches, picks
+            attention, group.of(next_layer.keys, tokens), patches, picks
         )
         return TileRows(picks, merged, extra[:, :0] if alone else extra)
 
@@ -245,13 +245,13 @@ def _spread(attention: Tensor, count: int) -> Tensor:
     positions = torch.arange(size, device=attention.device)
     outlying = torch.zeros_like(order, dtype=torch.bool)
     outlying.scatter_(1, order, (positions < above).expand_as(order))
-    remainder = torch.sort(outlying.to(torch.uint8), dim=1, stable=True).indices
+    outliers_last = torch.sort(outlying.to(torch.uint8), dim=1, stable=True).indices
     remaining = size - above
     samples = count - above
     step = (
         ((turn - above).clamp_min(0) * 2 + 1) * remaining // (2 * samples.clamp_min(1))
     )
-    sampled = remainder.gather(1, step.clamp_max(size - 1))
+    sampled = outliers_last.gather(1, step.clamp_max(size - 1))
     return torch.where(turn < above, order[:, :count], sampled)
 
 
@@ -316,11 +316,11 @@ def _continue_fsr(
     params: _FSRParams, tokens: VisualTokens, budget: int, start: Given
 ) -> Tensor:
     """Tokens of highest priority. The scan is not part of a continuation [ours]."""
-    order = tokens.by_tile(
+    priority = tokens.by_tile(
         _fsr_priority(params, tokens).masked_fill(start.closed, -torch.inf)
     )
     shares = split_over_tiles(budget, tokens.grid.tiles)
-    picks = rank_descending(order)[:, : shares[0]]
+    picks = rank_descending(priority)[:, : shares[0]]
     return tokens.join_tiles(picks, shares, start.next_tile(tokens))
 
 
@@ -372,7 +372,8 @@ def _focus_and_scan(
     """Picks ``(R, K)`` of the tiles, the focus before the scan, and their rows ``(R, K, D)``.
 
     Each other token is paired with its most similar pick of the scan. The most similar of these
-    pairs are merged, weighted by priority.
+    pairs are merged, weighted by priority. With ``kappa`` 0 nothing is merged and there are no
+    rows.
     """
     phi = group.of(_fsr_priority(params, tokens), tokens)
     count = group.share

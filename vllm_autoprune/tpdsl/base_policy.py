@@ -30,7 +30,7 @@ class PolicyParams(StatePart):
     """Parameters of a base policy."""
 
     def layers_read(self, layers: int) -> int:
-        """Number of layers, of a language model with ``layers``, that run over all N tokens."""
+        """Number of layers that run over all N tokens, of ``layers`` of a language model."""
         return 0
 
 
@@ -73,7 +73,7 @@ class Given:
     covered: Tensor
     """``(B, N)`` bool: the given tokens and those that were merged into their rows, which are not
     merged again."""
-    most: int
+    max_closed: int
     """Largest number of closed tokens of any image."""
 
     @classmethod
@@ -97,7 +97,7 @@ class Given:
         return cls(indices, closed, torch.ones_like(closed), indices.shape[1])
 
     def next_tile(self, tokens: VisualTokens) -> int:
-        """Index of the tile after that of the last given token, if all tiles have given tokens."""
+        """Index of the tile that is next if the given tokens were taken from the tiles in turn."""
         return self.indices.shape[1] % tokens.grid.tiles
 
 
@@ -166,7 +166,7 @@ class BasePolicy:
             picks: Tensor = self.continuation(params, tokens, budget, start)
         else:
             # With this many picks, at least ``budget`` are not closed; a policy needs K < N.
-            wanted = budget + start.most
+            wanted = budget + start.max_closed
             maximum = tokens.count - 1
             selected = self.function(params, tokens, min(wanted, maximum))
             if selected.extra is not None:
@@ -181,8 +181,8 @@ class BasePolicy:
         self, params: PolicyParams, tokens: VisualTokens, budget: int
     ) -> Tensor:
         """K picks ``(B, K)`` of single tokens, without what is merged into them; needs K < N."""
-        alone = replace(self, continuation=None)
-        return alone.select_given(params, tokens, budget, Given.none(tokens))
+        at_once = replace(self, continuation=None)
+        return at_once.select_given(params, tokens, budget, Given.none(tokens))
 
 
 BASE_POLICIES: dict[str, BasePolicy] = {}
@@ -232,11 +232,11 @@ def base_policy(
             )
 
         call = call_of(f"{name.capitalize()}BasePolicy", params)
-        alone = None
+        core_call = None
         if needs.isdisjoint(INSTRUCTION_NEEDS):
-            alone = call
+            core_call = call
         elif core is not None:
-            alone = call_of(f"{name.capitalize()}CorePolicy", core)
+            core_call = call_of(f"{name.capitalize()}CorePolicy", core)
         BASE_POLICIES[name] = BasePolicy(
             name,
             call,
@@ -246,7 +246,7 @@ def base_policy(
             function,
             continuation,
             reads,
-            alone,
+            core_call,
             score,
         )
         return function
