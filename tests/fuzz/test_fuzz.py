@@ -125,7 +125,7 @@ def use(state: PruningState, fully: bool) -> None:
             assert 1 <= policy.budget <= MAX_BUDGET and policy.r_min <= policy.budget, (
                 budget
             )
-    minimum = state.constraints.selector.insists_on or 0
+    minimum = state.constraints.selector.explicit_r_min or 0
     k = min(max(SMALL, minimum), state.budget.limit or MAX_BUDGET)
     probe = probes()[int(state.digest[0], 16) % len(probes())]
     record = safety_check(

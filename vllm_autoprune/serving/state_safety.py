@@ -27,7 +27,7 @@ def replace_unsafe_state(state: PruningState, budget: int) -> PruningState:
     """
     probed = state
     selector = state.constraints.selector
-    if (selector.insists_on or 0) > budget:
+    if (selector.explicit_r_min or 0) > budget:
         # A request's state is checked at a smaller K, because the check takes seconds at hundreds
         # of tokens. If its r_min exceeds that K, r_min follows from q_e there, as for a state
         # without r_min.

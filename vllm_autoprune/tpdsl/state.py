@@ -356,7 +356,7 @@ class PruningState(StatePart):
             pointer = "/frames/tokens"
             rule = self.frames.tokens
         limit = rule.limit
-        r_min = self.constraints.selector.insists_on
+        r_min = self.constraints.selector.explicit_r_min
         problems = []
         if limit is not None and maximum > limit:
             what = f"K = {maximum} is above the limit of the state, {limit}"

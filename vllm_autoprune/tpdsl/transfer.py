@@ -159,7 +159,7 @@ def instruction_free(
         for signal in state.scoring.signals
         if not ATOMS.of(signal).needs_of(signal) & INSTRUCTION_NEEDS
     ]
-    # A state that scores by relevance alone falls back to attention in the vision tower.
+    # A state that scored by relevance alone then scores by attention in the vision tower.
     scoring["signals"] = signals or [{"atom": "attention_proxy_saliency"}]
     why["/scoring/signals"] = "reads the instruction"
     after["name"] = name or f"{state.name}-instruction-free"[-128:]
@@ -220,7 +220,7 @@ class _Transfer:
     why: dict[str, str]
 
     def fit_budget(self, budget: BudgetCall) -> None:
-        """Write the budget, and r_min if the selector insists on K - q_e."""
+        """Write the budget, and r_min = K - q_e if the state sets r_min."""
         limit = self.state.budget.limit
         selector = self.state.constraints.selector
         minimum, maximum = budget.range()
@@ -236,7 +236,7 @@ class _Transfer:
             self.why["/budget"] += (
                 ", which has no atom: a ratio budget with equal floor and ceiling"
             )
-        if selector.insists_on is not None:
+        if selector.explicit_r_min is not None:
             _, r_min = selector.model_copy(update={"r_min": None}).bounds(maximum)
             self.why["/constraints/selector/r_min"] = f"r_min = K - q_e = {r_min}"
             # The grammar allows at most 640. Null means K - q_e, which has no such bound.
@@ -246,8 +246,8 @@ class _Transfer:
     def fit_backbone(self, backbone: BackboneShape) -> None:
         """Remove what the backbone does not have, and adopt the sign of its relevance."""
         state = self.state
-        tower = state.source.tokens.atom == "vision_tokens@vision_tower"
-        if tower and not backbone.tower_rows:
+        reads_tower = state.source.tokens.atom == "vision_tokens@vision_tower"
+        if reads_tower and not backbone.tower_rows:
             view = default_call(ViewCall, "vision_tokens@post_projector")
             self.document["source"]["tokens"] = view.model_dump(mode="json")
             self.why["/source/tokens"] = (
@@ -330,7 +330,10 @@ def _add_suffix(name: str, suffix: str) -> str:
 def check_transfer(
     policy: PruningPolicy, backbone: BackboneShape | None = None
 ) -> SafetyRecord:
-    """Safety check of a transferred policy, on images with the inputs of the backbone."""
+    """Safety check of a transferred policy, on images with the inputs of the backbone.
+
+    Beyond :data:`MAX_PROBED_BUDGET` the images have [CLS] on every backbone.
+    """
     if backbone is None or backbone.has_cls or policy.budget > MAX_PROBED_BUDGET:
         return safety_check(policy)
     # For a tower without [CLS], whose attention is a mean over queries.

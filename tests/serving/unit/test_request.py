@@ -487,7 +487,7 @@ def test_a_state_is_checked_at_its_own_budget_up_to_the_largest_quota(
     assert [policy.budget for policy in checked] == [16, 320, 640, 640]
     # A request's at 64, where 512 tokens that stay would make it wait for seconds.
     assert (
-        load_request_state(edited(sample(), large)).constraints.selector.insists_on
+        load_request_state(edited(sample(), large)).constraints.selector.explicit_r_min
         is None
     )
     strict = edited(sample(), {**large, "/safety": ["preserve_budget"]})

@@ -38,7 +38,7 @@ class SelectorCall(AtomCall):
         return budget, 0
 
     @property
-    def insists_on(self) -> int | None:
+    def explicit_r_min(self) -> int | None:
         """r_min if the state sets it; None if it follows from K."""
         return None
 
@@ -79,7 +79,7 @@ class _BoundedSelector(SelectorCall):
         return min(self.q_e, budget - r_min), r_min
 
     @property
-    def insists_on(self) -> int | None:
+    def explicit_r_min(self) -> int | None:
         """The r_min that the state sets, or None."""
         return self.r_min
 
@@ -250,14 +250,14 @@ class SelectorInputs:
 
 
 def _exchange_pairs(
-    revision: SelectorInputs, accepts: Callable[[Tensor, Tensor], Tensor]
+    inputs: SelectorInputs, accepts: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
     """Exchange pair by pair while ``accepts(g of the candidate, g of the reference token)``."""
-    g = revision.g
-    pool = revision.pool
-    selection = revision.reference
-    outgoing = revision.outgoing
-    incoming = rank_descending(g.masked_fill(~pool, -torch.inf))[:, : revision.quota]
+    g = inputs.g
+    pool = inputs.pool
+    selection = inputs.reference
+    outgoing = inputs.outgoing
+    incoming = rank_descending(g.masked_fill(~pool, -torch.inf))[:, : inputs.quota]
     # Both sides are sorted, so pair i is the best one left after the pairs before it, and once a
     # pair is refused all later pairs are. NaN compares false: no exchange.
     gain = g.gather(1, incoming)
@@ -271,24 +271,24 @@ def _exchange_pairs(
 
 @atom("selection_constraints", _ResidualSelector, cost=5.8)
 def _reference_residual_exchange_selector(
-    call: _ResidualSelector, revision: SelectorInputs
+    call: _ResidualSelector, inputs: SelectorInputs
 ) -> Tensor:
     """Exchange the lowest-quality reference tokens for better ones of the pool, best pair first."""
     if call.lam is not None:
-        return _fill_quota(call.lam, call.power, revision)
-    return _exchange_pairs(revision, lambda gain, loss: gain > loss)
+        return _fill_quota(call.lam, call.power, inputs)
+    return _exchange_pairs(inputs, lambda gain, loss: gain > loss)
 
 
-def _fill_quota(lam: float, power: float, revision: SelectorInputs) -> Tensor:
+def _fill_quota(lam: float, power: float, inputs: SelectorInputs) -> Tensor:
     """Replace the q reference tokens of lowest quality, even by candidates of lower quality.
 
     Candidates enter one by one, by ``quality^power - lam * largest kernel to a kept token``. Where
     the state compares tokens by tile, only kept tokens of the candidate's tile count. Once the pool
-    is exhausted, the remaining reference tokens stay.
+    is exhausted, the other reference tokens of lowest quality stay.
     """
-    tokens = revision.tokens
-    pool = revision.pool
-    selection = revision.staying
+    tokens = inputs.tokens
+    pool = inputs.pool
+    selection = inputs.staying
     batch, count = pool.shape
     scoped = tokens
     if (
@@ -298,58 +298,58 @@ def _fill_quota(lam: float, power: float, revision: SelectorInputs) -> Tensor:
         features = tokens.by_tile(tokens.features)
         scoped = VisualTokens(features, grid, known_cosine=lambda: tokens.tile_cosine)
     kernel = run(
-        Kernel, revision.kernel_call, scoped, revision.g.view(-1, scoped.count)
+        Kernel, inputs.kernel_call, scoped, inputs.g.view(-1, scoped.count)
     ).similarity
-    quality = min_max_normalise(revision.g).clamp_min(1e-6) ** power
-    nearest = kernel.masked_fill(~selection.view(-1, scoped.count, 1), -torch.inf).amax(
+    quality = min_max_normalise(inputs.g).clamp_min(1e-6) ** power
+    # Largest kernel (B, N) to a kept token; minus infinity while no token is kept.
+    to_kept = kernel.masked_fill(~selection.view(-1, scoped.count, 1), -torch.inf).amax(
         dim=1
     )
-    nearest = nearest.view(batch, count)
+    to_kept = to_kept.view(batch, count)
     rows = kernel.reshape(batch, count, scoped.count)
     tile = torch.arange(count, device=pool.device) // scoped.count
-    for step in range(revision.outgoing.shape[1]):
-        # Where no token is kept yet, ``nearest`` is minus infinity.
-        score = quality - lam * nearest.clamp_min(-1)
+    for step in range(inputs.outgoing.shape[1]):
+        score = quality - lam * to_kept.clamp_min(-1)
         entering = argmax_within(score.masked_fill(~pool, -torch.inf))[0][:, None]
         entering = torch.where(
             pool.any(dim=1, keepdim=True),
             entering,
-            revision.outgoing[:, step : step + 1],
+            inputs.outgoing[:, step : step + 1],
         )
         selection = selection.scatter(1, entering, True)
         pool = pool.scatter(1, entering, False)
         row = rows.gather(1, entering[:, :, None].expand(-1, -1, scoped.count))[:, 0]
         row = row.repeat(1, count // scoped.count)
-        nearest = nearest.maximum(row.masked_fill(tile != tile[entering], -torch.inf))
-    if revision.start is None:
+        to_kept = to_kept.maximum(row.masked_fill(tile != tile[entering], -torch.inf))
+    if inputs.start is None:
         return selection
-    return selection & ~mask_from_indices(revision.start.indices, count)
+    return selection & ~mask_from_indices(inputs.start.indices, count)
 
 
 @atom("selection_constraints", _MarginSelector, cost=0.1)
 def _reference_margin_gated_exchange_selector(
-    call: _MarginSelector, revision: SelectorInputs
+    call: _MarginSelector, inputs: SelectorInputs
 ) -> Tensor:
     """Exchange as the residual selector, where quality rises by at least the margin."""
-    return _exchange_pairs(revision, lambda gain, loss: gain - loss >= call.margin)
+    return _exchange_pairs(inputs, lambda gain, loss: gain - loss >= call.margin)
 
 
 @atom("selection_constraints", _PreservingSelector, origin="listed", cost=0.1)
 def _reference_strict_preservation_selector(
-    call: _PreservingSelector, revision: SelectorInputs
+    call: _PreservingSelector, inputs: SelectorInputs
 ) -> Tensor:
     """Keep the reference selection unchanged, so that the base policy alone decides."""
-    return revision.reference
+    return inputs.reference
 
 
 @atom("selection_constraints", SelectorCall, origin="listed", cost=0.1)
-def _quality_topk_selector(call: SelectorCall, revision: SelectorInputs) -> Tensor:
+def _quality_topk_selector(call: SelectorCall, inputs: SelectorInputs) -> Tensor:
     """Keep the K tokens of highest quality, regardless of the reference selection."""
-    g = revision.g
-    if revision.start is not None:
-        g = g.masked_fill(revision.start.closed, -torch.inf)
-    best = rank_descending(g)[:, : revision.picks.shape[1]]
-    return mask_from_indices(best, revision.g.shape[1])
+    g = inputs.g
+    if inputs.start is not None:
+        g = g.masked_fill(inputs.start.closed, -torch.inf)
+    best = rank_descending(g)[:, : inputs.picks.shape[1]]
+    return mask_from_indices(best, inputs.g.shape[1])
 
 
 _Admits = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -358,31 +358,32 @@ _Admits = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 token."""
 
 
-def _exchange_in_sequence(revision: SelectorInputs, admits: _Admits) -> Tensor:
+def _exchange_in_sequence(inputs: SelectorInputs, admits: _Admits) -> Tensor:
     """Make exchanges one after another, comparing candidates with the tokens kept by then.
 
     Exchange i removes reference token i of ``outgoing`` or ends the loop. So the reference tokens
     that remain at step i are known before the loop, and only the tokens that have entered are not.
     """
-    cosine = revision.tokens.cosine
-    selection = revision.reference
-    pool = revision.pool
-    outgoing = revision.outgoing
-    count = revision.g.shape[1]
-    entered = cosine.masked_fill(~revision.staying[:, :, None], -torch.inf).amax(dim=1)
+    cosine = inputs.tokens.cosine
+    selection = inputs.reference
+    pool = inputs.pool
+    outgoing = inputs.outgoing
+    count = inputs.g.shape[1]
+    # Largest cosine (B, N) to a token that is sure to be kept: one that stays or has entered.
+    to_kept = cosine.masked_fill(~inputs.staying[:, :, None], -torch.inf).amax(dim=1)
     leaving_rows = cosine.gather(1, outgoing[:, :, None].expand(-1, -1, count))
     active = torch.ones_like(selection[:, :1])
     for step in range(outgoing.shape[1]):
         leaving = outgoing[:, step : step + 1]
         waiting = leaving_rows[:, step + 1 :]
-        similarity = torch.cat([waiting, entered[:, None]], dim=1).amax(dim=1)
-        score, threshold = admits(similarity, revision.g, leaving)
-        open_ = pool & ~score.isnan()
-        pick, _ = argmax_within(score.masked_fill(~open_, -torch.inf), relative=True)
+        similarity = torch.cat([waiting, to_kept[:, None]], dim=1).amax(dim=1)
+        score, threshold = admits(similarity, inputs.g, leaving)
+        candidates = pool & ~score.isnan()
+        score = score.masked_fill(~candidates, -torch.inf)
+        pick, _ = argmax_within(score, relative=True)
         entering = pick[:, None]
-        active = (
-            active & (score.gather(1, entering) > threshold) & open_.gather(1, entering)
-        )
+        is_above = score.gather(1, entering) > threshold
+        active = active & is_above & candidates.gather(1, entering)
         selection = selection.scatter(
             1, leaving, selection.gather(1, leaving) & ~active
         )
@@ -391,13 +392,13 @@ def _exchange_in_sequence(revision: SelectorInputs, admits: _Admits) -> Tensor:
         )
         pool = pool.scatter(1, entering, pool.gather(1, entering) & ~active)
         row = cosine.gather(1, entering[:, :, None].expand(-1, -1, count))[:, 0]
-        entered = torch.where(active, torch.maximum(entered, row), entered)
+        to_kept = torch.where(active, torch.maximum(to_kept, row), to_kept)
     return selection
 
 
 @atom("selection_constraints", _StrictSelector, cost=9.6)
 def _reference_strict_margin_exchange_selector(
-    call: _StrictSelector, revision: SelectorInputs
+    call: _StrictSelector, inputs: SelectorInputs
 ) -> Tensor:
     """Exchange for a relative gain in quality, never for a token too similar to a kept one."""
 
@@ -406,12 +407,12 @@ def _reference_strict_margin_exchange_selector(
         accepted = (similarity <= call.max_sim) & (g >= (1 + call.margin) * loss)
         return g.masked_fill(~accepted, -torch.inf), loss
 
-    return _exchange_in_sequence(revision, admits)
+    return _exchange_in_sequence(inputs, admits)
 
 
 @atom("selection_constraints", _MarginalSelector, origin="listed", cost=9.6)
 def _maximal_marginal_relevance_pool_selector(
-    call: _MarginalSelector, revision: SelectorInputs
+    call: _MarginalSelector, inputs: SelectorInputs
 ) -> Tensor:
     """Exchange for tokens of higher maximal marginal relevance than the replaced ones."""
 
@@ -420,15 +421,15 @@ def _maximal_marginal_relevance_pool_selector(
         score = call.lam * g - (1 - call.lam) * similarity.clamp_min(-1)
         return score, score.gather(1, leaving)
 
-    return _exchange_in_sequence(revision, admits)
+    return _exchange_in_sequence(inputs, admits)
 
 
 @atom("selection_constraints", _AnchoredSelector, cost=7.6)
 def _anchor_controlled_pool_dpp_selector(
-    call: _AnchoredSelector, revision: SelectorInputs
+    call: _AnchoredSelector, inputs: SelectorInputs
 ) -> Tensor:
     """Keep the base policy's first picks as anchors, then greedy DPP over pool and other picks."""
-    return revision.select_anchored(revision.kernel)
+    return inputs.select_anchored(inputs.kernel)
 
 
 @atom(
@@ -438,19 +439,19 @@ def _anchor_controlled_pool_dpp_selector(
     cost=7.6,
 )
 def _runtime_reference_anchor_pool_dpp_selector(
-    call: _InstructionSelector, revision: SelectorInputs
+    call: _InstructionSelector, inputs: SelectorInputs
 ) -> Tensor:
     """Anchored DPP by relevance to the instruction; signals act by the pool, the kernel not."""
-    r = revision.tokens.require_instruction().relevance()
-    return revision.select_anchored(Kernel.conditional(revision.tokens, r))
+    r = inputs.tokens.require_instruction().relevance()
+    return inputs.select_anchored(Kernel.conditional(inputs.tokens, r))
 
 
 @atom("selection_constraints", _CappedSelector, cost=28.3)  # the dearest partition
 def _constrained_pool_dpp_selector(
-    call: _CappedSelector, revision: SelectorInputs
+    call: _CappedSelector, inputs: SelectorInputs
 ) -> Tensor:
     """Anchored DPP with a cap on the kept tokens of each part of the state's partition."""
-    return revision.select_anchored(revision.kernel, call.cell_cap)
+    return inputs.select_anchored(inputs.kernel, call.cell_cap)
 
 
 Selector = Annotated[SelectorCall, OneOf("selection_constraints", SelectorCall)]
