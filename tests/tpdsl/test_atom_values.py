@@ -653,7 +653,7 @@ def test_rows_of_every_composition_in_their_order(name: str) -> None:
     }
     # Ties of quality in raster order; after the picks what was exchanged in.
     orders = {"raster": [0, 2, 7], "score": [2, 0, 7], "pick": [7, 0, 2]}
-    levels, _, order = RECIPES[name].cell.rpartition(".")
+    levels, _, order = RECIPES[name].level_names.rpartition(".")
     assert name == PRINTED.get(f"{levels}.{order}", f"reassemble/{levels}.{order}")
     quality = torch.tensor([[0.3, 0, 0.5, 0, 0, 0, 0, 0.3]])
     picks = torch.tensor([[7, 5, 0]])
@@ -674,7 +674,7 @@ def test_rows_of_every_composition_in_their_order(name: str) -> None:
 def test_eight_names_are_the_papers_and_rows_merged_by_the_base_policy_are_the_anchors() -> (
     None
 ):
-    cells = [recipe.cell for recipe in RECIPES.values()]
+    cells = [recipe.level_names for recipe in RECIPES.values()]
     assert len(PRINTED) == 8 and set(PRINTED) <= set(cells) and len(set(cells)) == 81
     # Token 2 is like 0, token 3 is between, token 4 is like 1; 0 and 1 are kept.
     tokens = plain(

@@ -181,10 +181,10 @@ def test_the_reference_and_the_schema_describe_every_parameter() -> None:
 def test_the_reference_explains_the_81_reassemblies_by_their_axes() -> None:
     prompt = render_language()
     for name, recipe in RECIPES.items():
-        assert all(f"{level}: " in prompt for level in recipe.cell.split("."))
+        assert all(f"{level}: " in prompt for level in recipe.level_names.split("."))
         assert (
-            name == f"reassemble/{recipe.cell}"
-            or f"- {name} is {recipe.cell}\n" in prompt
+            name == f"reassemble/{recipe.level_names}"
+            or f"- {name} is {recipe.level_names}\n" in prompt
         )
 
 

@@ -81,8 +81,8 @@ class Cells(StatePart):
         """Anchors of the cells ``(H, W, patches, channels, pixels)`` of a picture.
 
         Returns None if the picture should be encoded whole. The first cell is always kept. A cell
-        within the tolerance is compared with its anchor instead of its neighbour, so that a chain
-        of small changes along a gradient does not drop cells far from their anchor.
+        is compared with the anchor of a neighbour instead of the neighbour itself, so that a chain
+        of small changes along a gradient does not drop cells that differ much from their anchor.
         """
         height, width = cells.shape[:2]
         count = height * width
@@ -141,8 +141,8 @@ class Cells(StatePart):
         diagonal = numpy.add.outer(numpy.arange(height), numpy.arange(width)).ravel()
         steps = [diagonal > 0]
         if self.tolerance:
-            # Cells with equal bytes are like their anchor too, so all cells can be decided at once.
-            # Otherwise a diagonal depends on the diagonal before it.
+            # Each diagonal depends on the anchors of the diagonal before it. Without a tolerance a
+            # cell equals its neighbour's anchor too, so all cells are decided at once.
             steps = [diagonal == step for step in range(1, height + width - 1)]
         for ready in steps:
             index = numpy.flatnonzero(ready & droppable).astype(numpy.int32)

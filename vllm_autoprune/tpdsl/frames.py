@@ -67,12 +67,14 @@ class Frames(StatePart):
         """
         count = tokens.grid.tiles
         size = tokens.grid.per_tile
-        ahead = 0
+        first_share = 0
         if self.first != "as_others":
-            ahead = size if self.first == "whole" else max(1, total // count)
-            ahead = max(min(size, total, ahead), total - (count - 1) * size)
-        begin = min(ahead, 1)
-        remaining = total - ahead
+            first_share = size if self.first == "whole" else max(1, total // count)
+            first_share = min(size, total, first_share)
+            first_share = max(first_share, total - (count - 1) * size)
+        # The frames from `begin` on share the remaining tokens.
+        begin = min(first_share, 1)
+        remaining = total - first_share
         frames = count - begin
         low = min(self.low, size) if self.low * frames <= remaining else 0
         shape = (tokens.batch, frames)
@@ -99,7 +101,8 @@ class Frames(StatePart):
                 ratio = ratio.nan_to_num().clamp_max(1)
                 shares = (size * ratio).round().to(torch.int64)
                 shares = shares.clamp(low, size)
-        return torch.cat([shares.new_full((tokens.batch, begin), ahead), shares], dim=1)
+        first_column = shares.new_full((tokens.batch, begin), first_share)
+        return torch.cat([first_column, shares], dim=1)
 
 
 def pick_from_frames(
@@ -117,20 +120,21 @@ def pick_from_frames(
     score = _score(policy, params, tokens, start).masked_fill(start.closed, -torch.inf)
     count = tokens.grid.tiles
     size = tokens.grid.per_tile
-    order = rank_descending(score.view(-1, count, size))
-    turn = torch.arange(size, device=order.device).expand_as(order)
-    rank = torch.zeros_like(order).scatter_(2, order, turn)
+    order_in_frame = rank_descending(score.view(-1, count, size))
+    ascending = torch.arange(size, device=score.device).expand_as(order_in_frame)
+    rank = torch.zeros_like(order_in_frame).scatter_(2, order_in_frame, ascending)
     mask = mask_from_indices(start.indices, tokens.count)
     preselected = mask.view(-1, count, size).sum(dim=2)
     shares = frames.shares(tokens, budget + start.indices.shape[1]) - preselected
-    later = (rank >= shares[:, :, None]).to(torch.int64)
+    # Tiers are picked from in ascending order, and within a tier by score.
+    tier = (rank >= shares[:, :, None]).to(torch.int64)
     if frames.first == "quota":
         # The first frame gets more tokens only if the other frames have no more to give.
-        later = torch.cat([2 * later[:, :1], later[:, 1:]], dim=1)
-    later = later.view(tokens.batch, -1).masked_fill(start.closed, 3)
+        tier = torch.cat([2 * tier[:, :1], tier[:, 1:]], dim=1)
+    tier = tier.view(tokens.batch, -1).masked_fill(start.closed, 3)
     order = rank_descending(score)
-    by_share = later.gather(1, order).argsort(dim=1, stable=True)
-    return order.gather(1, by_share)[:, :budget]
+    by_tier = tier.gather(1, order).argsort(dim=1, stable=True)
+    return order.gather(1, by_tier)[:, :budget]
 
 
 def _score(
@@ -149,5 +153,5 @@ def _score(
     else:
         picks = policy.function(params, tokens, maximum).picks
     turn = torch.arange(picks.shape[1], device=picks.device).expand_as(picks)
-    last = torch.full_like(start.closed, tokens.count, dtype=torch.int64)
-    return -last.scatter_reduce(1, picks, turn, "amin").float()
+    unpicked = torch.full_like(start.closed, tokens.count, dtype=torch.int64)
+    return -unpicked.scatter_reduce(1, picks, turn, "amin").float()

@@ -409,7 +409,7 @@ def _problem(detail: ErrorDetails, data: JsonValue) -> Problem:
 
 
 def _find_call(parent: JsonValue) -> type[AtomCall] | None:
-    """The parameters of the atom that an object calls; None if it calls none."""
+    """Model of the atom call that an object is meant to be; None if it names no atom."""
     atom = parent.get("atom") if isinstance(parent, dict) else None
     return ATOMS[atom].call if isinstance(atom, str) and atom in ATOMS else None
 
@@ -422,7 +422,7 @@ def _accepts_null(parent: JsonValue, name: str) -> bool:
 
 
 def _missing(where: str, name: str, parent: JsonValue) -> Problem:
-    """Of a required field: what it is, and its value in the smallest state."""
+    """Problem of a required field: its description, and its value in the smallest state as fix."""
     outside = where.rpartition("/")[0]
     model: type[BaseModel] = _find_call(parent) or _PARTS.get(outside, PruningState)
     what = "required but missing"

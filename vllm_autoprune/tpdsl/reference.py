@@ -126,8 +126,8 @@ def render_language(
 ) -> str:
     """Base policies, fields of a state, their atoms and parameters, in Markdown.
 
-    ``components``, such as ``("scoring",)``, limits the text to fields of a state below them. The
-    atoms ``left_out`` do not appear.
+    With ``components``, such as ``("scoring",)``, the text is only about these fields of a state
+    and those inside them. The atoms ``left_out`` do not appear.
     """
     lines = []
     if not components:
@@ -195,8 +195,8 @@ def _describe_reassembly() -> Iterator[str]:
         for level in levels:
             if level.call is not None:
                 yield f"    {level.name} takes {_describe(_list_parameters(level.call))}"
-    for cell, name in PRINTED.items():
-        yield f"- {name} is {cell}"
+    for level_names, name in PRINTED.items():
+        yield f"- {name} is {level_names}"
         if nearest := [
             p for p in _list_parameters(ATOMS[name].call) if p.name == "nearest"
         ]:

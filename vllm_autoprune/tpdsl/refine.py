@@ -69,9 +69,8 @@ def refine(policy: PruningPolicy, tokens: VisualTokens) -> RefinedTokens:
 def give_core(policy: PruningPolicy, tokens: VisualTokens, core: Tensor) -> Given:
     """The core at indices ``(B, A)`` as given tokens for the delta of the policy.
 
-    Tokens that are merged into the core are closed to the delta, unless that leaves it too few. In
-    that case a core row keeps a share of tokens that the delta keeps too, because the core must not
-    depend on K.
+    Tokens that are merged into the core are closed to the delta, unless that leaves it too few. The
+    core must not depend on K, so they stay merged into it even where the delta keeps them too.
     """
     assert policy.state.core is not None
     tokens = policy.state.ranked(tokens)
@@ -197,8 +196,8 @@ def _inputs_finite(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
     if "tower" in needs and tokens.tower is not None:
         inputs += [tokens.tower.patches, tokens.tower.keys]
     if "next_layer" in needs and tokens.tower is not None:
-        following = tokens.require_next_layer()
-        inputs += [following.attention[:, :, None], following.keys]
+        next_layer = tokens.require_next_layer()
+        inputs += [next_layer.attention[:, :, None], next_layer.keys]
     if "language" in needs and tokens.language is not None:
         inputs.append(tokens.language.embeddings())
     for part in inputs:
@@ -276,14 +275,15 @@ def select_reference(
     policy: PruningPolicy, tokens: VisualTokens, start: Given | None = None
 ) -> TokenSelection:
     """The base policy's selection alone, as a fallback; needs K < N."""
-    return _fall_back(_reference(policy, policy.state.ranked(tokens), start), tokens, 1)
+    reference = _reference(policy, policy.state.ranked(tokens), start)
+    return _keep_picks(reference, tokens, 1)
 
 
 def select_evenly(
     budget: int, tokens: VisualTokens, start: Given | None = None
 ) -> TokenSelection:
     """K evenly spaced tokens, without reading any input: the last fallback; needs K < N."""
-    return _fall_back(ReferenceSelection(_spread(budget, tokens, start)), tokens, 2)
+    return _keep_picks(ReferenceSelection(_spread(budget, tokens, start)), tokens, 2)
 
 
 def _spread(budget: int, tokens: VisualTokens, start: Given | None) -> Tensor:
@@ -305,7 +305,7 @@ def _evenly_spaced(batch: int, tokens: int, count: int, device: torch.device) ->
 
 def keep_indices(tokens: VisualTokens, picks: Tensor) -> RefinedTokens:
     """Keep the tokens at indices ``(B, K)``, in any order, with unmerged finite rows."""
-    return keep_unmerged(tokens, _fall_back(ReferenceSelection(picks), tokens, 0))
+    return keep_unmerged(tokens, _keep_picks(ReferenceSelection(picks), tokens, 0))
 
 
 def keep_unmerged(tokens: VisualTokens, chosen: TokenSelection) -> RefinedTokens:
@@ -315,9 +315,10 @@ def keep_unmerged(tokens: VisualTokens, chosen: TokenSelection) -> RefinedTokens
     )
 
 
-def _fall_back(
+def _keep_picks(
     reference: ReferenceSelection, tokens: VisualTokens, fallback: int
 ) -> TokenSelection:
+    """The selection of a reference's picks, with one code of :data:`FALLBACKS` for all images."""
     picks = reference.picks
     indices = indices_from_mask(mask_from_indices(picks, tokens.count), picks.shape[1])
     code = torch.full((tokens.batch,), fallback, dtype=torch.uint8, device=picks.device)
@@ -327,6 +328,7 @@ def _fall_back(
 def _refined(
     tokens: VisualTokens, chosen: TokenSelection, rows: Tensor
 ) -> RefinedTokens:
+    """The result of a selection with these rows ``(B, P, D)``; values not finite become 0."""
     extra = chosen.reference.extra
     picks = chosen.reference.picks
     if extra is not None:

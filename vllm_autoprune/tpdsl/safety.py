@@ -176,7 +176,8 @@ def find_unsafe(
 ) -> Tensor:
     """Images ``(B,)`` bool with repeated tokens or with too few tokens of the base policy.
 
-    The exchange may replace at most q_e of them and must keep r_min. Never waits for the device.
+    The exchange may replace at most q_e of its tokens and must keep r_min. Never waits for the
+    device.
     """
     policy = policy.at(tokens.count, tokens.grid.tiles)
     exchanges = min(policy.quota, max(0, policy.budget - policy.r_min))
@@ -191,7 +192,7 @@ def find_unsafe(
 def _judge_runs(
     policy: PruningPolicy, tokens: VisualTokens, runs: list[RefinedTokens]
 ) -> tuple[Verdict, ...]:
-    """The five verdicts on runs of a policy for images of this size."""
+    """The five verdicts on ``runs`` of a policy on ``tokens``, for whose size it is resolved."""
     run = runs[0]
     budget = min(policy.budget, tokens.count)
     images, picked = run.indices.shape

@@ -85,13 +85,13 @@ class _Candidates:
     """Tokens that a builder may take: a mask ``(B, N)`` and an upper bound of their number."""
 
     mask: Tensor
-    most: int
+    max_count: int
 
 
 class PoolCall(AtomCall):
     """An atom that builds a pool."""
 
-    def most(self, grid: Grid, picked: int) -> int:
+    def max_size(self, grid: Grid, picked: int) -> int:
         """Largest size of the pool, for a reference selection of ``picked`` tokens."""
         return grid.tokens - picked
 
@@ -116,7 +116,7 @@ class _SizedPool(_SourceCall):
         "selection",
     )
 
-    def most(self, grid: Grid, picked: int) -> int:
+    def max_size(self, grid: Grid, picked: int) -> int:
         """The pool size, capped at the number of tokens outside the reference selection."""
         return _size(self.pool_ratio, grid, picked)
 
@@ -164,7 +164,7 @@ def _quality_pool_builder(
     """Tokens of highest quality g outside the reference selection."""
     order = rank_descending(g.masked_fill(~allowed.mask, -torch.inf))
     return positions_in_order(
-        order[:, : call.most(tokens.grid, reference.shape[1])], allowed.mask
+        order[:, : call.max_size(tokens.grid, reference.shape[1])], allowed.mask
     )
 
 
@@ -201,10 +201,10 @@ def _diversity_pool_builder(
 ) -> Tensor:
     """Tokens farthest, in cosine distance, from the reference selection and from each other."""
     # The candidates, padded with other tokens to the upper bound; padding is masked as taken.
-    candidates = indices_from_mask(allowed.mask, allowed.most)
+    candidates = indices_from_mask(allowed.mask, allowed.max_count)
     taken = ~allowed.mask.gather(1, candidates)
     among, to_reference = _cosines_of(tokens, candidates, reference)
-    size = min(allowed.most, call.most(tokens.grid, reference.shape[1]))
+    size = min(allowed.max_count, call.max_size(tokens.grid, reference.shape[1]))
     nearest = (1 - to_reference).amin(dim=2)
     order = farthest_points(1 - among, size, Chosen(nearest, taken))
     return positions_in_order(candidates.gather(1, order), allowed.mask)
@@ -264,7 +264,7 @@ class JoinedPool(PoolCall):
         description="builders whose pools are united",
     )
 
-    def most(self, grid: Grid, picked: int) -> int:
+    def max_size(self, grid: Grid, picked: int) -> int:
         """The pool size, capped at the number of tokens outside the reference selection."""
         return _size(self.pool_ratio, grid, picked)
 
@@ -297,7 +297,7 @@ def _multi_source_pool_builder(
     ]
     turn = torch.stack(turns).amin(dim=0)
     order = turn.argsort(dim=1, stable=True)[
-        :, : call.most(tokens.grid, reference.shape[1])
+        :, : call.max_size(tokens.grid, reference.shape[1])
     ]
     return positions_in_order(order, turn < tokens.count * len(sources))
 
@@ -319,5 +319,7 @@ def build_pool(
     )
     for call in calls:
         mask = run(Tensor, call, tokens, g, reference, allowed) < tokens.count
-        allowed = _Candidates(mask, min(allowed.most, call.most(tokens.grid, picked)))
+        allowed = _Candidates(
+            mask, min(allowed.max_count, call.max_size(tokens.grid, picked))
+        )
     return allowed.mask

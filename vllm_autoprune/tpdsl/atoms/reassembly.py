@@ -198,32 +198,32 @@ class _Recipe:
 
     assign: _Level
     aggregate: _Level
-    form: _Level
+    output: _Level
     order: _Level
 
     @property
-    def cell(self) -> str:
+    def level_names(self) -> str:
         """Names of the levels, such as ``nearest.mean.residual.raster``."""
-        levels = (self.assign, self.aggregate, self.form, self.order)
+        levels = (self.assign, self.aggregate, self.output, self.order)
         return ".".join(level.name for level in levels)
 
     def declare(self) -> str:
         """Register the atom with the parameters of its levels, and return its name."""
-        name = PRINTED.get(self.cell, f"reassemble/{self.cell}")
-        levels = (self.assign, self.aggregate, self.form, self.order)
+        name = PRINTED.get(self.level_names, f"reassemble/{self.level_names}")
+        levels = (self.assign, self.aggregate, self.output, self.order)
         calls = tuple(level.call for level in levels if level.call)
         if name == "anchor_weighted_residual":
             calls = tuple(
                 _NearestCall if call is _BlendCall else call for call in calls
             )
-        assign, aggregate, form, order = (level.description for level in levels)
+        assign, aggregate, output, order = (level.description for level in levels)
         atom(
             "reassembly",
             calls,
             name=name,
             needs=frozenset({"instruction"} if _GatedCall in calls else ()),
-            origin="printed" if self.cell in PRINTED else "listed",
-            doc=f"{assign}, weight them {aggregate}, {form}; {order}.",
+            origin="printed" if self.level_names in PRINTED else "listed",
+            doc=f"{assign}, weight them {aggregate}, {output}; {order}.",
         )(self)
         return name
 
@@ -256,7 +256,10 @@ class _Recipe:
     def weigh(
         self, call: Any, tokens: VisualTokens, indices: Tensor, mergeable: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Weights ``(B, N, P)`` of tokens in groups, of anchors, and the largest of each token."""
+        """Weights of tokens for each anchor ``(B, N, P)`` and of anchors ``(B, P)``, and a mask.
+
+        The mask ``(B, N, P)`` is true for the anchor with the largest share of a token.
+        """
         kept = mask_from_indices(indices, tokens.count)[:, :, None]
         similarity = tokens.cosine.gather(
             2, indices[:, None, :].expand(-1, tokens.count, -1)
@@ -298,9 +301,10 @@ class _Recipe:
             relevance = r.masked_fill(r < gate, 0.0)
             weight = relevance[:, :, None]
             anchor_weights = relevance.gather(1, indices)
+        unmerged = kept
         if mergeable is not None:
-            kept = kept | ~mergeable[:, :, None]
-        return (share * weight).masked_fill(kept, 0.0), anchor_weights, largest
+            unmerged = kept | ~mergeable[:, :, None]
+        return (share * weight).masked_fill(unmerged, 0.0), anchor_weights, largest
 
     def _merge(
         self, call: Any, tokens: VisualTokens, chosen: TokenSelection, anchors: Tensor
@@ -310,7 +314,7 @@ class _Recipe:
         weights, anchor_weights, largest = self.weigh(
             call, tokens, indices, chosen.mergeable
         )
-        if self.form.name == "exchange":
+        if self.output.name == "exchange":
             # The member nearest to the group's mean direction replaces the anchor if it is nearer
             # by the margin. Weights only define that direction: choosing the member of largest
             # weight would never replace an anchor, because no weight exceeds the anchor's own.
@@ -325,22 +329,28 @@ class _Recipe:
             best, central = near.masked_fill(~member, -torch.inf).max(dim=1)
             replaced = best - near.gather(1, of_anchors)[:, 0] > call.margin + _ROUNDING
             width = tokens.features.shape[2]
-            rows = tokens.features.gather(1, central[:, :, None].expand(-1, -1, width))
-            return torch.where(replaced[:, :, None], rows.to(anchors.dtype), anchors)
+            entering = tokens.features.gather(
+                1, central[:, :, None].expand(-1, -1, width)
+            )
+            return torch.where(
+                replaced[:, :, None], entering.to(anchors.dtype), anchors
+            )
 
         # One image at a time: bit-identical in any batch, and only one image is copied to float32.
         pairs = zip(weights, tokens.features, strict=True)
-        rows = torch.stack([weight.T @ features.float() for weight, features in pairs])
+        sums = torch.stack([weight.T @ features.float() for weight, features in pairs])
         total = weights.sum(dim=1)[:, :, None]
         wide = anchors.float()
-        if self.form.name == "residual":  # x_a + strength * (mean of the members - x_a)
-            mean = rows / total.clamp_min(SETTLED)
+        if (
+            self.output.name == "residual"
+        ):  # x_a + strength * (mean of the members - x_a)
+            mean = sums / total.clamp_min(SETTLED)
             step = torch.where(total > SETTLED, mean - wide, torch.zeros_like(mean))
             moved: Tensor = wide + call.strength * step
             return moved.to(anchors.dtype)
         # (1 - strength) * x_a + strength * mean of the members and the anchor itself
         total = total + anchor_weights[:, :, None]
-        mean = (rows + anchor_weights[:, :, None] * wide) / total.clamp_min(SETTLED)
+        mean = (sums + anchor_weights[:, :, None] * wide) / total.clamp_min(SETTLED)
         mean = torch.where(total > SETTLED, mean, wide)
         blend: Tensor = (1 - call.strength) * wide + call.strength * mean
         return blend.to(anchors.dtype)
@@ -388,11 +398,11 @@ def _nearest_residual(
         joins = joins & mergeable.scatter(1, indices, True)
     weight = weight.masked_fill(~joins, 0.0)
     means = [
-        _mean_groups(groups, shares, rows, kept)
-        for groups, shares, rows in zip(owner, weight, tokens.features, strict=True)
+        _mean_groups(owners, weights, rows, kept)
+        for owners, weights, rows in zip(owner, weight, tokens.features, strict=True)
     ]
-    start = anchors.float()
-    return (start + strength * (torch.stack(means) - start)).to(anchors.dtype)
+    wide = anchors.float()
+    return (wide + strength * (torch.stack(means) - wide)).to(anchors.dtype)
 
 
 def _mean_groups(owner: Tensor, weight: Tensor, rows: Tensor, count: int) -> Tensor:
@@ -419,6 +429,6 @@ RECIPES = {
         for levels in product(ASSIGNMENTS, AGGREGATIONS, OUTPUTS, ORDERINGS)
     )
 }
-"""Atom name -> its level on each of the four axes."""
+"""Atom name -> its recipe, with a level of each of the four axes."""
 
 Reassembly = Annotated[AtomCall, OneOf("reassembly")]

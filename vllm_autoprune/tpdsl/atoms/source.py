@@ -267,7 +267,7 @@ class BudgetCall(AtomCall):
         return _fixed_budget(self, 0, 1), _fixed_budget(self, 0, 1)
 
     def rule(self) -> int | str:
-        """K, or the rule by which it follows from an image, as a budget flag takes it."""
+        """K, or where it depends on the image the smallest and largest K in words."""
         minimum, maximum = self.range()
         return maximum if minimum == maximum else f"{minimum} to {maximum}"
 
@@ -354,7 +354,7 @@ class _FrameBudget(_TileBudget):
     ceiling: int = Field(65536, ge=1, le=65536, description="largest K of a video")
 
     def rule(self) -> int | str:
-        """Tokens per frame and the largest number of frames, as a budget flag takes them."""
+        """Tokens per frame, as a budget flag takes them; with a ceiling, as the base class."""
         return (
             f"tokens_per_frame:{self.k}"
             if self.ceiling == MAX_BUDGET
