@@ -92,8 +92,9 @@ def prune_images(
 ) -> list[Tensor]:
     """``(K_i, D + E)`` rows of every image, in the order of ``images``, including rows of its text.
 
-    Each image gets as many rows as it has placeholders, whatever its plan says. After an exception,
-    images are pruned one by one, and an image that raises again keeps evenly spaced tokens.
+    Each image gets as many rows as its plan asks for, even if it has fewer tokens. After an
+    exception, images are pruned one by one, and an image that raises again keeps evenly spaced
+    tokens.
     """
     try:
         return _prune_together(context, plans, images)
@@ -166,7 +167,7 @@ def _prune_together(
 
 
 def _count_rows(plan: ItemPlan, image: ImageFeatures) -> int:
-    """Number of rows of the image's tokens, without rows of text."""
+    """Number of rows that an item must have, without those of its text."""
     return image.tokens if plan.profile else plan.budget
 
 
@@ -188,10 +189,10 @@ def _replace_forged(
 def _group_items(
     served: ServedState, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures]
 ) -> list[list[int]]:
-    """Indices of the items that each selection serves, grouped.
+    """Indices of the items of each group, which share one selection.
 
-    Groups are in the order of their parts, so that the items given which an item is chosen are
-    remembered before its own turn.
+    The tokens of an item may be chosen given those of other items. Its group comes after theirs, so
+    that they are remembered by then.
     """
     groups: dict[Hashable, list[int]] = {}
     for i, (plan, image) in enumerate(zip(plans, images, strict=True)):
@@ -226,13 +227,13 @@ class _Group:
         start = 0
         for number, region in enumerate(image.regions):
             batch = _RegionBatch(self.context, self.plans, self.images, number)
-            if batch.rows > 0:
+            if batch.budget > 0:
                 parts.append(batch.select_rows(start))
             start += region.grid.tokens
         if not parts:  # all tokens are kept already
-            rows = torch.stack([image.rows()[:0] for image in self.images])
-            no_index = rows.new_zeros(rows.shape[:2], dtype=torch.int64)
-            parts.append(KeptRows(rows, no_index, no_index))
+            no_rows = torch.stack([image.rows()[:0] for image in self.images])
+            no_index = no_rows.new_zeros(no_rows.shape[:2], dtype=torch.int64)
+            parts.append(KeptRows(no_rows, no_index, no_index))
         selected = KeptRows.join(parts)
         by_quality = plan.runs_policy and (
             self.context.served.policy_for_plan(plan).state.orders_by_quality
@@ -245,9 +246,9 @@ class _Group:
         missing -= max(0, plan.kept_before - image.candidates)
         fillers = stack_present(image.filler for image in self.images)
         if missing > 0 and fillers is not None:
-            rows = fillers[:, None].expand(-1, missing, -1)
-            end = selected.positions.new_full(rows.shape[:2], image.tokens - 1)
-            added = KeptRows(rows.to(selected.rows.dtype), end, end)
+            filler_rows = fillers[:, None].expand(-1, missing, -1)
+            end = selected.positions.new_full(filler_rows.shape[:2], image.tokens - 1)
+            added = KeptRows(filler_rows.to(selected.rows.dtype), end, end)
             selected = KeptRows.join([selected, added])
         return selected.unbind()
 
@@ -274,7 +275,7 @@ class _RegionBatch:
         return [image.regions[self.number] for image in self.images]
 
     @cached_property
-    def rows(self) -> int:
+    def budget(self) -> int:
         """Number of the region's tokens that each of the items keeps (:attr:`ItemPlan.part`)."""
         plan = self.plans[0]
         return self._share(plan.image_budget) - self._share(plan.kept_before)
@@ -307,16 +308,16 @@ class _RegionBatch:
         projected = stack([region.projected for region in self.regions])
         bare = VisualTokens(projected, self.regions[0].grid)
         if plan.keep == "resized":
-            return pool_tokens(self.rows, bare)
+            return pool_tokens(self.budget, bare)
         if plan.keep == "random":
             keys = [plan.key for plan in self.plans]
             start = self._share(plan.kept_before)
-            return select_at_random(self.rows, bare, keys, start)
+            return select_at_random(self.budget, bare, keys, start)
         policy, image_core = self._make_policy()
-        if plan.part == "whole" and policy.core and self.rows < bare.count:
+        if plan.part == "whole" and policy.core and self.budget < bare.count:
             # An image that is one item keeps the same tokens as its core and delta as two items.
             parts = self._take_items([plan.split(image_core) for plan in self.plans])
-            core, *delta = [part.select() for part in parts if part.rows > 0]
+            core, *delta = [part.select() for part in parts if part.budget > 0]
             return core.joined(delta[0]) if delta else core
         return self._select_by_policy(policy, bare)
 
@@ -335,8 +336,8 @@ class _RegionBatch:
         try:
             items = self._take_items([[*plan.items_before()] for plan in self.plans])
             for item in items:
-                if item.rows > 0:
-                    given_indices.append(item._recall())
+                if item.budget > 0:
+                    given_indices.append(item._find_indices())
             tokens = self._make_tokens(policy, bare)
             if given_indices and plan.part == "recall":
                 earlier = Given.after(tokens, torch.cat(given_indices, dim=1))
@@ -348,7 +349,7 @@ class _RegionBatch:
             reporter.report_error(error)
             if given_indices:
                 earlier = Given.after(bare, torch.cat(given_indices, dim=1))
-            refined = select_evenly_with_ranks(self.rows, bare, reporter, earlier)
+            refined = select_evenly_with_ranks(self.budget, bare, reporter, earlier)
             is_settled = False
         else:
             if earlier is not None and plan.part == "delta":
@@ -387,15 +388,17 @@ class _RegionBatch:
         plan = self.plans[0]
         policy = self.context.served.policy_for_plan(plan)
         # The policy of a delta is that of both parts, but a recall's policy is its own alone.
-        budget = self.rows if plan.part == "recall" else self._share(plan.image_budget)
+        budget = (
+            self.budget if plan.part == "recall" else self._share(plan.image_budget)
+        )
         core = self._share(policy.core)
         quota = min(self._share(policy.quota), budget - core)
         # The image's r_min is at most K - q_e, which is the sum of this over the regions.
         r_min = min(policy.r_min, budget - quota)
-        share = replace(
+        of_region = replace(
             policy, budget=budget, quota=quota, r_min=r_min, by_size=None, core=core
         )
-        return share, policy.core
+        return of_region, policy.core
 
     @cached_property
     def _keys(self) -> list[Hashable]:
@@ -421,7 +424,7 @@ class _RegionBatch:
             if key is not None:
                 self.context.indices.put(key, indices_of_item.clone())
 
-    def _recall(self) -> Tensor:
+    def _find_indices(self) -> Tensor:
         """Indices ``(B, K)`` as they were chosen when the items were computed, or chosen again."""
         remembered = [self.context.indices.get(key) for key in self._keys]
         indices = [row for row in remembered if row is not None]
@@ -459,8 +462,8 @@ class _RegionBatch:
             tokens = replace(tokens, tower=tower)
         if "merger_norms" in signals:
             cosine = partial(self._cosine, "encoder")
-            entering = MergerInput(signals["merger_norms"], cosine)
-            tokens = replace(tokens, merger_input=entering)
+            merger_input = MergerInput(signals["merger_norms"], cosine)
+            tokens = replace(tokens, merger_input=merger_input)
         return replace(
             tokens,
             cls_attention=signals.get("cls_attention"),

@@ -100,26 +100,29 @@ class ClipTower:
         # Nothing is cached by text: a shorter time would tell another tenant that it was asked
         # before.
         size = self._segment
-        segments = {
-            row: [row[i : i + size] for i in range(0, max(len(row), 1), size)]
-            for row in ids
+        segments_of = {
+            instruction: [
+                instruction[i : i + size]
+                for i in range(0, max(len(instruction), 1), size)
+            ]
+            for instruction in ids
         }
-        rows = [segment for row in segments.values() for segment in row]
+        segments = [segment for parts in segments_of.values() for segment in parts]
         # The tower is causal and pools at the end token, so padding after it changes nothing,
         # however long it is. No mask is passed: transformers would read its values from the device.
         length = max(
-            1, *map(len, rows)
+            1, *map(len, segments)
         )  # some tokenizers return no ids for an empty instruction
         padded = torch.tensor(
-            [[*row, *[0] * (length - len(row))] for row in rows]
+            [[*segment, *[0] * (length - len(segment))] for segment in segments]
         ).long()
         output = self._text["model"](input_ids=upload(padded, self._device))
         pooled: Tensor = self._text["projection"](output.pooler_output)
-        counts = [len(row) for row in segments.values()]
-        embedded = dict(zip(segments, pooled.split(counts), strict=True))
-        parts = [embedded[row] for row in ids]
-        text = nn.utils.rnn.pad_sequence(parts, batch_first=True)
-        lengths = upload(torch.tensor([len(part) for part in parts]), self._device)
+        counts = [len(parts) for parts in segments_of.values()]
+        embedded = dict(zip(segments_of, pooled.split(counts), strict=True))
+        rows = [embedded[instruction] for instruction in ids]
+        text = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        lengths = upload(torch.tensor([len(part) for part in rows]), self._device)
         used = torch.arange(text.shape[1], device=self._device)[None] < lengths[:, None]
         return text, used
 
@@ -153,8 +156,8 @@ class LlamaPrefix(DecoderPrefix):
     def read(self, output: PrefixOutput, layer: int) -> Tensor:
         """The output of the sequence, with heads gathered over ranks."""
         local = super().read(output, layer)
-        shared = world_size()
-        if shared == 1 or output not in ("keys", "attention"):
+        ranks = world_size()
+        if ranks == 1 or output not in ("keys", "attention"):
             return local
         from vllm.distributed import tensor_model_parallel_all_gather
 
@@ -162,9 +165,7 @@ class LlamaPrefix(DecoderPrefix):
         if output == "attention":
             return heads
         # With more ranks than key heads, neighbouring ranks hold the same key head.
-        copies = max(
-            1, shared // self._model.layers[layer].self_attn.total_num_kv_heads
-        )
+        copies = max(1, ranks // self._model.layers[layer].self_attn.total_num_kv_heads)
         return heads[:, ::copies]
 
 

@@ -1,7 +1,7 @@
 """Rows of an item for the language model: text between its tokens, positions as channels.
 
 A position is two digits in base 256 on each axis, counted from the image's first position. All
-channels of an item are below 0 if its tokens stay where they are.
+channels of an item are below 0 if its tokens stand one after the other.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class KeptRows:
     rows: Tensor
     """``(..., K, D + E)``, as the language model reads them."""
     sort_keys: Tensor
-    """``(..., K)``: the index, among the image's N rows, after which text of the image follows the
-    row."""
+    """``(..., K)``: the index, among the image's N rows, by which the row is sorted, also among the
+    text of the image."""
     positions: Tensor
     """``(..., K)``: the index, among the image's N rows, whose position the row gets."""
 
@@ -127,9 +127,9 @@ def insert_text(
         missing = item.rows.shape[1] - text.shape[1]
         rows = functional.pad(text.to(item.rows.dtype), (0, missing))
         texts_before = torch.searchsorted(offsets, item.sort_keys, right=True)
-        behind = torch.searchsorted(offsets, item.positions, right=True)
-        moved = replace(item, positions=item.positions + behind)
-        joined = KeptRows.join([moved, KeptRows(rows, offsets, offsets + number)])
+        shift = torch.searchsorted(offsets, item.positions, right=True)
+        shifted = replace(item, positions=item.positions + shift)
+        joined = KeptRows.join([shifted, KeptRows(rows, offsets, offsets + number)])
         if set_times is not None:
             # A text token takes one position, and a frame as many as its longer side.
             grid = image.regions[0].grid

@@ -205,7 +205,7 @@ def select_with_fallback(
     """Run :func:`vllm_autoprune.refine`; fall back if it raises or breaks the bounds of its state.
 
     Order of fallbacks: the base policy's selection, then evenly spaced tokens, which read no input.
-    With ``earlier`` tokens, the selection is the delta to them. If tokens ``(P,)`` of an image are
+    With ``earlier`` tokens, K more are selected given those. If tokens ``(P,)`` of an image are
     ``remembered``, it keeps those, in their order, instead of the selected ones. Gradients are off,
     because vLLM warms up on a CPU outside of its inference mode.
     """
@@ -214,9 +214,9 @@ def select_with_fallback(
         refined = RefinedTokens.keep_all(tokens)
         reporter.report(refined.fallback)
         return refined
-    choice = _choose(policy, tokens, reporter, earlier)
-    chosen = choice.selection
-    reason = choice.reason
+    safe = _select_safely(policy, tokens, reporter, earlier)
+    chosen = safe.selection
+    reason = safe.reason
     is_remembered = any(indices is not None for indices in remembered)
     if is_remembered:
         indices = _prefer(remembered, chosen.indices).sort(dim=1).values
@@ -233,7 +233,7 @@ def select_with_fallback(
         chosen = _keep_base(chosen)
         reason = "error"
         refined = keep_unmerged(tokens, chosen)
-    reporter.report(refined.fallback, reason, choice.unsafe)
+    reporter.report(refined.fallback, reason, safe.unsafe)
     return refined
 
 
@@ -251,7 +251,7 @@ def select_evenly_with_ranks(
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class _SafeSelection:
     """A selection that is within its bounds, and why it differs from the policy's."""
 
     selection: TokenSelection
@@ -263,12 +263,12 @@ class _Choice:
     and no client may change what others get."""
 
 
-def _choose(
+def _select_safely(
     policy: PruningPolicy,
     tokens: VisualTokens,
     reporter: FallbackReporter,
     earlier: Given | None,
-) -> _Choice:
+) -> _SafeSelection:
     """The policy's selection, or a fallback if it raises or breaks its bounds."""
     try:
         chosen = select_tokens(policy, tokens, earlier)
@@ -276,17 +276,17 @@ def _choose(
         base = _keep_base(chosen)
         indices = torch.where(unsafe[:, None], base.indices, chosen.indices)
         fallback = torch.where(unsafe, base.fallback, chosen.fallback)
-        return _Choice(
+        return _SafeSelection(
             replace(chosen, indices=indices, fallback=fallback), unsafe=unsafe
         )
     except Exception as error:  # noqa: BLE001
         reporter.report_error(error)
     # Outside the handlers, because an exception keeps alive what the policy has allocated.
     try:
-        return _Choice(select_reference(policy, tokens, earlier), "error")
+        return _SafeSelection(select_reference(policy, tokens, earlier), "error")
     except Exception as error:  # noqa: BLE001
         reporter.report_error(error)
-    return _Choice(select_evenly(policy.budget, tokens, earlier), "error")
+    return _SafeSelection(select_evenly(policy.budget, tokens, earlier), "error")
 
 
 def _keep_base(chosen: TokenSelection) -> TokenSelection:
