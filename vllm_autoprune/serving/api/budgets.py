@@ -47,7 +47,10 @@ _Requested = tuple[int | BudgetCall | None, str]
 
 
 def check_fields(served: ServedState, request: PruningRequest) -> PruningState | None:
-    """Refuse the fields that requests may not set; returns the state that the request names."""
+    """Refuse the fields that requests may not set; returns the state that the request asks for.
+
+    That is None if it asks for none, or for unpruned images.
+    """
     rules = served.rules
     defaults = vars(PruningRequest())
     fields = [name for name in _SETTINGS if vars(request)[name] != defaults[name]]
@@ -150,6 +153,7 @@ class RequestBudgets:
         return "" if self.state is None else "state"
 
     def _find_image_budgets(self, counts: Sequence[TokenCount]) -> list[_Requested]:
+        """Budget of each image: the request's, or else the operator's for its level of detail."""
         sizes = [count.tokens for count in counts]
         budgets = self.request.split_budget(sizes)
         levels = self.request.details

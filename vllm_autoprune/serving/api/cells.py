@@ -129,7 +129,7 @@ class EncodedImages:
         picture: object,
         arguments: Mapping[str, object],
     ) -> EncodedImage:
-        """What is encoded of a picture, which is processed for that unless it is remembered."""
+        """What is encoded of a picture; unless that is remembered, the picture is processed."""
         key = digest, trimming.rule
         with self._lock:
             encoded = self._images.get(key)
@@ -178,8 +178,8 @@ def _drop_cells(data: BatchFeature, rule: Cells) -> BatchFeature:
     )
 
 
-def join_images(images: Sequence[BatchFeature]) -> list[BatchFeature]:
-    """The tensors of several images with the same fields; images that are whole have no anchors."""
+def align_fields(images: Sequence[BatchFeature]) -> list[BatchFeature]:
+    """The tensors of each image, all with the same fields; a whole image gets empty anchors."""
     if not any(CELLS_FIELD in data for data in images):
         return list(images)
     none = torch.zeros(1, 0, dtype=torch.int32)

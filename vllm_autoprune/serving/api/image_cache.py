@@ -74,8 +74,9 @@ def _set_plan_apart(feature: MultiModalFeatureSpec) -> tuple[_Tensors, _Tensors]
 class Rendering(BaseMultiModalProcessorCache):
     """The sender cache as one rendering reads it: vLLM's own, plus ``waiting``.
 
-    Reading changes neither of them. :meth:`hand_over` is called in the order in which the engine
-    gets the requests, in one thread; renderings may run in others.
+    Rendering adds to ``waiting`` and leaves the sender cache unchanged. :meth:`hand_over` changes
+    that; it is called in the order in which the engine gets the requests, in one thread, while
+    renderings may run in others.
     """
 
     def __init__(self, sender: LruKeyReplicatedSenderCache, waiting: Waiting) -> None:

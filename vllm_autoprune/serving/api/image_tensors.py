@@ -14,7 +14,7 @@ from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataItems
 from vllm.multimodal.processing import ProcessorInputs
 
 from vllm_autoprune.errors import RequestError
-from vllm_autoprune.serving.api.cells import TRIMMING, join_images, trimmed_fields
+from vllm_autoprune.serving.api.cells import TRIMMING, align_fields, trimmed_fields
 from vllm_autoprune.serving.api.media import Size, can_prune
 from vllm_autoprune.serving.compat import depends_on
 from vllm_autoprune.serving.plan import ENTRY
@@ -81,7 +81,7 @@ class SeparateImages(_Stock):
             process = partial(trimming.process, process=process)
         tensors = [process(images.get(i), hf_kwargs) for i in range(len(images))]
         items = []
-        for data in join_images(tensors):
+        for data in align_fields(tensors):
             fields = self._get_mm_fields_config(data, hf_kwargs)
             items += MultiModalKwargsItems.from_hf_inputs(data, fields)["image"]
         joined = {

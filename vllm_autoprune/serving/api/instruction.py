@@ -150,6 +150,7 @@ def find_question_turns(
 ) -> list[int | None]:
     """Turn of each image, or None if its question stands directly before the image.
 
+    A turn is named by the index of its first image, whose images one question follows.
     ``texts_before`` holds the prompt text between each image and the image before it. Without
     ``turns``, images with the same question belong to one turn unless the question stands between
     them. Only text before an image is read, so appending turns changes nothing.
@@ -182,10 +183,10 @@ def mark_recall_turns(
         text = _part_text(part)
         kind = part.get("type") if isinstance(part, Mapping) else None
         if text is not None or kind in _WORD_PARTS:
-            recalls = token not in (str(part) if text is None else text)
+            allows_recall = token not in (str(part) if text is None else text)
         else:
-            recalls = _shows_image(part)
-        if not recalls:
+            allows_recall = _shows_image(part)
+        if not allows_recall:
             return list(messages), []
     marked: list[Any] = []
     turns: list[RecallTurn] = []

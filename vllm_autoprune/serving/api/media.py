@@ -122,7 +122,10 @@ class Media:
 
 
 def can_prune(mm_items: MultiModalDataItems) -> bool:
-    """False for embeddings, and for inputs other than pictures, which vLLM itself refuses."""
+    """Whether there are images, and all are pictures or names of pictures.
+
+    False for embeddings, and for other inputs, which vLLM itself refuses.
+    """
     images = mm_items.get("image")
     if not isinstance(images, ImageProcessorItems):
         return False
@@ -177,11 +180,12 @@ class MediaReader:
         budgets: RequestBudgets,
         tokenize: Tokenize,
     ) -> Media:
-        """The images or videos of a request; an item sent by name alone is the last so named.
+        """The images or videos of a request, also of those that it sends by name alone.
 
-        A later request may send only the name (``"image_url": null``). Cache identities are made of
-        content, so the name has to be resolved before a cache is read. An unknown name gets a
-        content that no image has.
+        An earlier request has sent the item with that name, and this one sends ``"image_url":
+        null``. The latest item of the name is meant. Cache identities are made of content, so the
+        name has to be resolved before a cache is read. An unknown name gets a content that no image
+        has.
         """
         names = (inputs.mm_uuid_items or {}).get(modality) or [None] * len(digests)
         items = inputs.mm_data_items[modality]

@@ -333,7 +333,7 @@ class PrunedProcessor(SeparateImages):
 
     def _pack(self, processed: MultiModalInput, inputs: _Inputs) -> int:
         """Pack the items that have no room to keep their places; returns the surplus positions."""
-        numbers = []
+        places = []
         prompt_items = []
         for modality, spans in inputs.spans.items():
             items = inputs.items[modality]
@@ -345,11 +345,11 @@ class PrunedProcessor(SeparateImages):
                 position = processed["mm_placeholders"][modality][i]
                 image_key = modality, image
                 item = PromptItem(position.offset, position.length, span, image_key)
-                numbers.append((modality, i))
+                places.append((modality, i))
                 prompt_items.append(item)
         context = self.info.ctx.model_config.max_model_len
         packed, surplus = pack_items(prompt_items, context)
-        for modality, i in [numbers[number] for number in packed]:
+        for modality, i in [places[number] for number in packed]:
             items = inputs.items[modality]
             if items:
                 plan = replace(items[i].plan, positions="packed")

@@ -110,12 +110,14 @@ class PruningRequest(BaseModel):
     ``keep``: the state, or a control: ``"reference"`` (its base policy alone), ``"random"`` or
     ``"resized"`` (the resize control).
     ``recall``: number of tokens of the earlier images that each later turn without an image gets.
-    ``instructions``: one text per image. ``details``: one level per image. ``turns``: one number
-    per image, which is the same for neighbouring images that one question follows, and None for an
-    image without a question after it. ``recall_turns``: the turns that recall.
+    ``instructions``: one text per image, and ``video_instructions``: one per video. ``details``:
+    one level per image. ``turns``: one number per image, which is the same for neighbouring images
+    that one question follows, and None for an image without a question after it.
+    ``recall_turns``: the turns that recall.
 
-    The renderer fills the last four from the chat messages. A request without messages may fill
-    them itself, with an image token in its prompt for each image and each turn.
+    The renderer fills these last fields, from ``instructions`` on, from the chat messages. A
+    request without messages may fill them itself, with an image token in its prompt for each image
+    and each turn that recalls.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
