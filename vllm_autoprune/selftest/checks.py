@@ -124,14 +124,14 @@ def _gather(
     return [[axis[i] for i in indices] for axis in axes]
 
 
-def _find_positions(stock: Completion) -> Rows:
-    """Positions of all tokens of a stock completion; with one axis, also of cached tokens."""
-    if len(stock.positions) > 1:
-        return stock.positions
-    return [[*range(len(stock.prompt) + len(stock.ids) - 1)]]
+def _find_positions(completion: Completion) -> Rows:
+    """Positions of all tokens if they stand one after the other, or as received on several axes."""
+    if len(completion.positions) > 1:
+        return completion.positions
+    return [[*range(len(completion.prompt) + len(completion.ids) - 1)]]
 
 
-def _rows(parts: Rows) -> list[int]:
+def _flatten(parts: Rows) -> list[int]:
     return [row for part in parts for row in part]
 
 
@@ -320,7 +320,7 @@ def _questions_share_the_core(report: Report) -> str:
     states and blocks of sliding windows at the end of a core only after two prompts have diverged
     there.
     """
-    rows = set(_rows(report.split_kept))
+    rows = set(_flatten(report.split_kept))
     if len(report.split_kept) != 1 + report.splittable or len(rows) != _split_budget(
         report
     ):
@@ -348,7 +348,7 @@ def _later_turns_recall_other_tokens(report: Report) -> str:
         expected = [count for count in turns if count]
     if [len(rows) for rows in report.recalled] != expected:
         return f"recalled {report.recalled}, not {expected}"
-    rows = _rows([*report.split_kept, *report.recalled])
+    rows = _flatten([*report.split_kept, *report.recalled])
     if len(set(rows)) != len(rows):
         return f"{report.recalled} after {report.split_kept}"
     reused = report["split"]["third"].cached
@@ -365,7 +365,7 @@ def _recalled_tokens_stand_in_their_image(report: Report) -> str:
     image = _find_image_token(stock, report["split"]["first"])
     indices = [i for i, token in enumerate(third.prompt) if token == image]
     start = stock.prompt.index(image)
-    rows = _rows([*report.split_kept, *report.recalled])
+    rows = _flatten([*report.split_kept, *report.recalled])
     expected = [[axis[start + row] for row in rows] for axis in _find_positions(stock)]
     positions = [[axis[i] for i in indices] for axis in third.positions]
     return "" if positions == expected else f"{positions}"
@@ -385,7 +385,7 @@ def _parts_stand_on_one_grid(report: Report) -> str:
     split = report["split"]["first"]
     if not report.placed:
         return ""
-    rows = [_rows(report.split_kept)]
+    rows = [_flatten(report.split_kept)]
     expected = _gather(stock, split, rows, report.predicted[SPLIT_QUESTION])
     return "" if split.positions == expected else f"{split.positions}"
 

@@ -54,7 +54,7 @@ class Engine:
 
     @property
     def runs(self) -> int:
-        """Number of requests on which the vision tower has run so far."""
+        """Number of times that the vision tower has run so far, each on one image or several."""
         return int(self.model.autoprune.runs)
 
     def empty_caches(self) -> None:
@@ -199,7 +199,10 @@ class TinyEngine(Engine):
         later: Sequence[str] = (),
         **fields: object,
     ) -> Completion:
-        """Ask about images, then the ``later`` turns; ``fields`` are those of the entry."""
+        """Ask about images, then in ``later`` turns; returns the completion of the last turn.
+
+        ``fields`` are those of the request's entry.
+        """
         text, images = question
         content: list[Any] = [
             {"type": "image_pil", "image_pil": image} for image in images

@@ -47,7 +47,7 @@ LARGE = picture(330, 300, 4)
 QUESTIONS: Mapping[str, Question] = {
     "square": (COLOUR, [picture(112, 112, 0)]),
     "wide": (COLOUR, [_WIDE]),
-    "high": (COLOUR, [_TALL]),
+    "tall": (COLOUR, [_TALL]),
     SPLIT_QUESTION: (COLOUR, [LARGE]),
     "two": (COUNT, [_TALL, picture(120, 96, 3)]),
     "other question": (PLACE, [_WIDE]),

@@ -33,7 +33,7 @@ RECALL = 6
 
 
 Rows = list[list[int]]
-"""Numbers of rows, or of columns, of each image, part or axis."""
+"""Indices of the rows of each image or part, or positions on each axis."""
 
 
 class Completion(BaseModel):
@@ -80,12 +80,12 @@ class PrunedImages(BaseModel):
 
 
 class SplitImage(BaseModel):
-    """Parts of one image under a state with a core, which ranks before the patch merger."""
+    """One image under a state with a core, which ranks before the patch merger if there is one."""
 
     split_kept: Rows
-    """Rows of each part."""
+    """Rows that the core and the delta keep; of both together where images cannot be split."""
     recalled: Rows
-    """Rows of each later turn."""
+    """Rows that each later turn recalls."""
     splittable: bool
     """Whether images of this backbone can be several items of a prompt."""
     recall_refused: bool
@@ -119,7 +119,7 @@ class Report(Profile, PrunedImages, SplitImage):
     cells: list[int] | None
     """Cells that remain of the page; None where a request for that is refused."""
     video: Rows
-    """Rows of the video of ``videos``."""
+    """Rows of the video that each run of ``videos`` keeps."""
     fallbacks: int
     """Selections that failed."""
     errors: dict[str, int]

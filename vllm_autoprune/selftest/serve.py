@@ -190,7 +190,7 @@ def _serve_in_small_steps(folder: Path, completions: _Settings) -> None:
         interval = longest // _CHUNKED["max_num_batched_tokens"] + 3
         with engine.preempting(max(STEPS_BETWEEN_PREEMPTIONS, interval)):
             completions["preempted"] = engine.ask_each(
-                {name: QUESTIONS[name] for name in ("high", "two")}, preempted=True
+                {name: QUESTIONS[name] for name in ("tall", "two")}, preempted=True
             )
 
 
