@@ -14,7 +14,8 @@ PY := $(VENV)/bin/python
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo check test test-all coverage test-next lint types policies docs format lock clean
+.PHONY: help venv demo check test test-all coverage test-next lint types policies docs docs-version format lock
+.PHONY: release clean
 MAKEFLAGS += --no-print-directory
 
 help: ## list the targets
@@ -92,13 +93,31 @@ docs: venv ## build the documentation site in out/site, links checked
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 	@echo "docs: out/site/index.html"
 
+# Of a minor version: mike calls `mkdocs` by name, so the environment is put first in PATH.
+docs-version: venv ## build the site of this version into the local branch gh-pages (pushes nothing)
+	@echo "docs-version: mike, branch gh-pages"
+	@PATH="$(abspath $(dir $(PY))):$$PATH" && export NO_MKDOCS_2_WARNING=1 && \
+	    mike --quiet deploy --update-aliases \
+	    "$$(sed -n 's/^__version__ = "\([0-9]*\.[0-9]*\).*/\1/p' vllm_autoprune/__init__.py)" latest && \
+	    mike --quiet set-default latest
+
 format: venv ## fix style and format where a machine can
 	@echo "format: ruff"
 	@$(PY) -m ruff check --quiet --fix . ; $(PY) -m ruff format .
 
-lock: venv ## resolve requirements/cpu.txt anew
-	@echo "lock: requirements/cpu.txt"
-	@$(PY) scripts/lock.py
+lock: venv ## resolve requirements/ anew (LOCK=--keep: only what was added)
+	@echo "lock: requirements/cpu.txt, requirements/release.txt"
+	@$(PY) scripts/lock.py $(LOCK)
+
+# Tools that nothing else needs, in an environment of their own.
+.build/release/complete: requirements/release.txt
+	@echo "release: setting up .build/release"
+	@$(PYTHON) -m venv --clear .build/release
+	@.build/release/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $<
+	@touch $@
+
+release: .build/release/complete ## build and check the last commit in out/release (three minutes; publishes nothing)
+	@.build/release/bin/python scripts/release.py
 
 clean: ## remove the environment, builds and caches
 	@echo "clean: .venv, .build, dist, caches"

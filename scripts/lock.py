@@ -1,4 +1,4 @@
-"""Write requirements/cpu.txt, the exact versions of the CPU environment, without installing it."""
+"""Write the locks requirements/cpu.txt and requirements/release.txt, without installing them."""
 
 import argparse
 import json
@@ -6,11 +6,13 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "requirements/cpu.in"
 TARGET = ROOT / "requirements/cpu.txt"
+RELEASE = ROOT / "requirements/release.txt"
 EXTRAS = ("bench", "data", "search", "search-openevolve", "dev")
 
 # Distributions that are not installed: the reason, and when the line can be removed.
@@ -21,10 +23,40 @@ EXCLUDED = {
 }
 
 
+def resolve(requirements: Iterable[str], keep: Path | None) -> dict[str, str]:
+    """Normalised name and version of every distribution that pip would install.
+
+    The versions in the lock ``keep`` stay as they are.
+    """
+    command = [sys.executable, "-m", "pip", "install", "-qq", "--dry-run"]
+    command += ["--ignore-installed", "--report", "-", *requirements]
+    if keep is not None:
+        command += ["--constraint", str(keep)]
+    report = json.loads(
+        subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+    )
+    metadata = (item["metadata"] for item in report["install"])
+    return {
+        re.sub(r"[-_.]+", "-", meta["name"]).lower(): meta["version"]
+        for meta in metadata
+    }
+
+
+def write(lock: Path, header: Iterable[str], versions: dict[str, str]) -> None:
+    """Write a lock: comments, then one pin a line."""
+    pins = [f"{name}=={versions[name]}" for name in sorted(versions)]
+    lock.write_text("\n".join([*header, *pins]) + "\n")
+    print(f"wrote {lock.relative_to(ROOT)}: {len(pins)} distributions")
+
+
 def main() -> None:
-    """Resolve, remove the excluded distributions and write the lock."""
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    """Resolve both environments, remove the excluded distributions and write the locks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    help_text = "change no version that is locked: for a dependency that is added"
+    parser.add_argument("--keep", action="store_true", help=help_text)
+    keep = parser.parse_args().keep
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = settings["project"]
     extras = project["optional-dependencies"]
     ours = project["dependencies"] + [req for extra in EXTRAS for req in extras[extra]]
     # The lines of cpu.in replace the requirement `vllm`.
@@ -35,19 +67,8 @@ def main() -> None:
         f"resolving {SOURCE.relative_to(ROOT)} and the extras {', '.join(EXTRAS)}",
         flush=True,
     )
-    command = [sys.executable, "-m", "pip", "install", "-qq", "--dry-run"]
-    command += ["--ignore-installed", "--report", "-", *lines]
-    report = json.loads(
-        subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
-    )
-    # Normalised name and version of every distribution that pip would install.
-    metadata = (item["metadata"] for item in report["install"])
-    versions = {
-        re.sub(r"[-_.]+", "-", meta["name"]).lower(): meta["version"]
-        for meta in metadata
-    }
+    versions = resolve(lines, TARGET if keep else None)
     cuda = {name for name in versions if name.startswith(("nvidia-", "cuda-"))}
-    dropped = EXCLUDED.keys() | cuda
     header = [
         "# The CPU environment, exactly. Written by `make lock` (scripts/lock.py), not by hand.",
         "# Install with --no-deps: some declared dependencies are left out on purpose.",
@@ -59,9 +80,18 @@ def main() -> None:
     ]
     # The build tag is cut off, because indexes differ in it: 0.28.0 accepts 0.28.0+cpu too.
     versions["torchvision"] = versions["torchvision"].split("+")[0]
-    pins = [f"{name}=={versions[name]}" for name in sorted(versions.keys() - dropped)]
-    TARGET.write_text("\n".join(header + pins) + "\n")
-    print(f"wrote {TARGET.relative_to(ROOT)}: {len(pins)} distributions")
+    dropped = EXCLUDED.keys() | cuda
+    write(
+        TARGET,
+        header,
+        {name: versions[name] for name in versions.keys() - dropped},
+    )
+    print("resolving the group release", flush=True)
+    tools = resolve(settings["dependency-groups"]["release"], RELEASE if keep else None)
+    header = [
+        "# What `make release` runs, exactly. Written by `make lock`, not by hand."
+    ]
+    write(RELEASE, header, tools)
 
 
 if __name__ == "__main__":

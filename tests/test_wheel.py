@@ -15,6 +15,9 @@ import pytest
 from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
+from scripts.release import Wheel
+from vllm_autoprune.serving.compat import BELOW, LOWEST
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -130,3 +133,10 @@ def test_the_sdist_builds_the_wheel_of_this_checkout(source: Path, wheel: Path) 
         "Dockerfile",
     ):
         assert (source / name).exists(), name
+
+
+def test_a_release_is_checked_beside_every_vllm_that_the_plugin_accepts(
+    wheel: Path,
+) -> None:
+    minors = [f"{LOWEST.major}.{minor}" for minor in range(LOWEST.minor, BELOW.minor)]
+    assert Wheel(wheel).supported_vllm() == minors

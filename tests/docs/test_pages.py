@@ -55,11 +55,13 @@ OUTSIDE = (
     "README.md",
     "SECURITY.md",
     "CONTRIBUTING.md",
+    "RELEASING.md",
     "benchmarks/yardsticks/README.md",
 )
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for path in sorted([*DOCS.rglob("*.md"), *(ROOT / name for name in OUTSIDE)])
+    if path.parent.name != "changes"  # fragments: tests/test_release.py
 }
 
 
