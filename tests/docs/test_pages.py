@@ -33,6 +33,7 @@ from vllm_autoprune.base_policies import greedy
 from vllm_autoprune.cli.commands import SUMMARIES
 from vllm_autoprune.cli.commands.states import RECOMMENDED
 from vllm_autoprune.cli.main import main
+from vllm_autoprune.serving import startup
 from vllm_autoprune.serving.api import engine_requests, planner
 from vllm_autoprune.serving.api.endpoint import NAME, PATH
 from vllm_autoprune.serving.api.headers import HEADERS
@@ -140,7 +141,7 @@ def test_serving_lists_every_flag_level_and_field() -> None:
 
 
 def test_pages_dashboard_and_alerts_name_the_metrics_that_exist(tmp_path: Path) -> None:
-    series = re.compile(r"\b(?:autoprune_(?!endpoint)|vllm:)\w+")
+    series = re.compile(r"\b(?:(?:autoprune_(?!endpoint)|vllm:)\w+|up(?={))")
 
     def list_vllm_samples() -> set[str]:
         """Names of the series that the installed vLLM exports from the start."""
@@ -170,7 +171,7 @@ def test_pages_dashboard_and_alerts_name_the_metrics_that_exist(tmp_path: Path) 
         )
     workers = CollectorRegistry()
     MultiProcessCollector(workers, path=str(tmp_path))  # type: ignore[no-untyped-call]
-    assert planner.__doc__  # its counters are registered by now
+    assert planner.__doc__ and startup.__doc__  # their metrics are registered by now
     engine_requests.make_kv_bytes_counter()
     kinds = {
         family.name + "_total" * (family.type == "counter"): family.type
@@ -192,7 +193,7 @@ def test_pages_dashboard_and_alerts_name_the_metrics_that_exist(tmp_path: Path) 
     alerts = [rule for group in rules["spec"]["groups"] for rule in group["rules"]]
     asked = [set(series.findall(alert["expr"])) for alert in alerts]
     assert len(asked) >= 6 and all(asked)
-    known = samples | list_vllm_samples()
+    known = samples | list_vllm_samples() | {"up"}  # Prometheus's own
     assert (
         shown.union(*asked) <= known
         and "vllm:time_to_first_token_seconds_bucket" in shown

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, Gauge
 from prometheus_client.multiprocess import MultiProcessCollector
 from vllm.utils.torch_utils import (
     kv_cache_dtype_str_to_dtype,
@@ -20,6 +20,7 @@ from vllm.utils.torch_utils import (
 )
 from vllm.v1.kv_cache_interface import KVQuantMode, get_kv_quant_mode
 
+from vllm_autoprune import __version__
 from vllm_autoprune.errors import AutopruneError, ConfigError, StateError
 from vllm_autoprune.serving import compat
 from vllm_autoprune.serving.api import engine_requests, image_cache, request_checks
@@ -118,6 +119,14 @@ def _sleep_problem(model_config: ModelConfig, level: int) -> str | None:
 
 logger = logging.getLogger("vllm.autoprune")
 
+# A gauge, because an Info cannot be collected from several processes.
+_INFO = Gauge(
+    "autoprune_info",
+    "The served state: its digest and name, and the version of the plugin; always 1.",
+    ["digest", "version", "state"],
+    multiprocess_mode="max",
+)
+
 
 def apply_settings(vllm_config: VllmConfig) -> None:
     """Check and apply the plugin's settings from ``additional_config`` or from the model config.
@@ -162,6 +171,7 @@ def apply_settings(vllm_config: VllmConfig) -> None:
     if served.capabilities.axes == LINE:
         worker.keep_axes(model_config, LINE)
     attach(model_config, KV_CACHE, vllm_config.cache_config)
+    _INFO.labels(served.state.digest, __version__, served.state.name).set(1)
     description = describe(served)
     del description["evidence"]
     logger.info("Serving pruned: %s", json.dumps(description))

@@ -30,6 +30,7 @@ from vllm_autoprune import ConfigError, load_state
 from vllm_autoprune.errors import Problem
 from vllm_autoprune.serving.api.foreign_items import check_features
 from vllm_autoprune.serving.api.headers import handling
+from vllm_autoprune.serving.api.refusal import REFUSED
 from vllm_autoprune.serving.api.request import SALT, CacheSalt
 from vllm_autoprune.serving.api.request_checks import check_request
 from vllm_autoprune.serving.compat import attach
@@ -552,3 +553,10 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **installed: str | None) -> None:
         return release
 
     monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+def read_refused() -> dict[str, float]:
+    """How many requests were refused so far, by the metric's reason."""
+    (family,) = REFUSED.collect()
+    totals = [sample for sample in family.samples if sample.name.endswith("_total")]
+    return {sample.labels["reason"]: sample.value for sample in totals}

@@ -27,7 +27,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from tests.serving.unit.samples import PLAN, element, feature, served
+from tests.serving.unit.samples import PLAN, element, feature, read_refused, served
 from vllm_autoprune.errors import RequestError
 from vllm_autoprune.serving.api.engine_requests import RenderedHashes, watch_requests
 from vllm_autoprune.serving.api.foreign_items import count_surplus
@@ -38,7 +38,6 @@ from vllm_autoprune.serving.api.image_cache import (
     cache_without_plans,
 )
 from vllm_autoprune.serving.api.positions import ItemSize
-from vllm_autoprune.serving.api.refusal import REFUSED
 from vllm_autoprune.serving.api.renderer import _MESSAGE_FIELDS, _pass_fields
 from vllm_autoprune.serving.api.request import SALT, CacheSalt
 from vllm_autoprune.serving.plan import FIELD, KWARGS, ItemPlan
@@ -100,8 +99,8 @@ ELSEWHERE = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
 @pytest.fixture
 def refused() -> Callable[[], float]:
     """How many requests were refused since."""
-    start = REFUSED._value.get()
-    return lambda: REFUSED._value.get() - start
+    start = sum(read_refused().values())
+    return lambda: sum(read_refused().values()) - start
 
 
 def processed(

@@ -17,9 +17,10 @@ from unittest.mock import Mock, call
 
 import pytest
 import torch
+from prometheus_client import REGISTRY
 
 from tests.serving.unit.samples import served, vllm_config
-from vllm_autoprune import ConfigError
+from vllm_autoprune import ConfigError, __version__, load_state
 from vllm_autoprune.serving import compat, plugin
 from vllm_autoprune.serving.api import engine_requests
 from vllm_autoprune.serving.api.placeholders import TokenCount
@@ -44,6 +45,14 @@ def test_a_mistake_ends_the_command_line_with_one_message_and_raises_in_python(
     for settings in ({"state": "nowhere"}, "autoprune"):
         with pytest.raises(ConfigError):
             apply_settings(vllm_config(settings))
+
+
+def test_the_metric_of_the_served_state_tells_replicas_apart() -> None:
+    for state in ("vcast", "trim"):
+        apply_settings(vllm_config({"state": state}))
+        shipped = {"digest": load_state(state).digest, "state": state}
+        labels = {**shipped, "version": __version__}
+        assert REGISTRY.get_sample_value("autoprune_info", labels) == 1
 
 
 @pytest.mark.compat

@@ -8,11 +8,18 @@ from contextlib import contextmanager
 from prometheus_client import Counter
 from vllm.exceptions import VLLMValidationError
 
-from vllm_autoprune.errors import AutopruneError, Problem, RequestError
+from vllm_autoprune.errors import AutopruneError, Problem, Refusal, RequestError
 
+_STATE = "state"
+_MALFORMED = "malformed"
 REFUSED = Counter(
-    "autoprune_requests_refused", "Requests whose autoprune entry was refused."
+    "autoprune_requests_refused",
+    "Requests whose autoprune entry was refused, by the kind of their first problem: 'state' for "
+    "any broken rule of a state, 'malformed' for none.",
+    ["reason"],
 )
+for _reason in (*Refusal, _STATE, _MALFORMED):
+    REFUSED.labels(_reason)  # 0 from the start, so that a rate sees the first refusal
 
 
 class RefusedRequest(RequestError, VLLMValidationError):
@@ -41,5 +48,12 @@ def refusing_requests() -> Iterator[None]:
     try:
         yield
     except AutopruneError as error:
-        REFUSED.inc()
+        REFUSED.labels(_find_reason(error.problems[0])).inc()
         raise RefusedRequest(error.subject, error.problems) from None
+
+
+def _find_reason(problem: Problem) -> str:
+    """Metric label of a problem: one of a fixed set, whatever a client sends."""
+    if problem.kind in [*Refusal]:
+        return problem.kind
+    return _STATE if problem.kind else _MALFORMED
