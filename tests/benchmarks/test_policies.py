@@ -10,6 +10,8 @@ import pytest
 
 from benchmarks import policies
 from vllm_autoprune import load_state, materialize
+from vllm_autoprune.cli.commands.states import RECOMMENDED
+from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.loading import shipped_states
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "shipped-states.md"
@@ -42,6 +44,15 @@ def test_half_of_a_shared_core_reads_no_question(name: str) -> None:
         {"instruction", "language"}
     )
     assert not materialize(load_state("instruction-free")).reads_instruction
+
+
+@pytest.mark.parametrize("name", sorted({*RECOMMENDED.values()}))
+def test_a_default_state_has_a_form_that_prunes_videos_too(name: str) -> None:
+    apart = {"name": name, "provenance": load_state(name).provenance, "frames": None}
+    videos = load_state(f"{name}-video")
+    assert videos.model_copy(update=apart).digest == load_state(name).digest
+    budget = BudgetCall.parse("1/4", video=True)
+    assert materialize(videos, budget, video=True).at(8 * 36, 8).budget == 2 * 36
 
 
 def test_the_page_shows_the_evidence_that_states_carry() -> None:

@@ -29,6 +29,7 @@ from tests.serving.unit.bounded_server import resolve, server
 from tests.serving.unit.samples import refusal
 from vllm_autoprune.cli.main import main, parser
 from vllm_autoprune.errors import AutopruneError
+from vllm_autoprune.serving.api.request import PruningRequest
 from vllm_autoprune.serving.api.request_checks import refuse_misplaced
 
 COMMANDS = read_commands()
@@ -237,3 +238,8 @@ def test_clients_send_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
         fields = body["mm_processor_kwargs"]["autoprune"]
         (plan,) = resolve(fields, 576, on=server("budget"))
         assert plan.budget == 64
+    (video,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    kwargs = json.loads(video)["mm_processor_kwargs"]
+    refuse_misplaced(json.loads(video), kwargs)
+    requested = PruningRequest.parse(kwargs["autoprune"]).video_budget
+    assert requested is not None and requested.rule() == "1/4"

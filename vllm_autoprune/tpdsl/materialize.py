@@ -128,7 +128,7 @@ def materialize(
     frames = state.frames if video else None
     if video and frames is None:
         what = f"state {state.name!r} leaves videos whole"
-        fix = 'add "frames": {} to it'
+        fix = 'add "frames": {} to it, or take a shipped one with frames, as cen_divprune-video'
         raise BudgetError.of("/frames", what, fix, subject="budget of a video")
     if not exchange:
         state = _leave_out_exchange(state)
