@@ -29,6 +29,7 @@ from benchmarks.load.settings import PairedOptions
 from benchmarks.yardsticks.examples import as_picture, draw_examples
 from tests.example_commands import flags_of, require_valid
 from tests.fake_server import Body, Reply, fake_server
+from tests.serving.rollout import Timings
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.evaluation.questions import read_questions
 from vllm_autoprune.serving.api.endpoint import NAME
@@ -109,33 +110,102 @@ def test_the_client_asks_at_every_budget(capsys: pytest.CaptureFixture[str]) -> 
     assert "K = 64:    80 prompt tokens: a cup" in capsys.readouterr().out
 
 
-def test_the_manifests_serve_a_state_probe_and_scrape_one_named_port() -> None:
-    deployment, service = yaml.safe_load_all((KUBERNETES / "serving.yaml").read_text())
+@pytest.mark.parametrize("name", ["serving.yaml", "serving-qwen.yaml"])
+def test_the_manifests_serve_a_state_probe_and_scrape_one_named_port(name: str) -> None:
+    manifest = yaml.safe_load_all((KUBERNETES / name).read_text())
+    deployment, disruption, service = manifest
     monitor, _ = yaml.safe_load_all((KUBERNETES / "monitoring.yaml").read_text())
     labels = deployment["spec"]["template"]["metadata"]["labels"]
-    assert (
-        deployment["spec"]["selector"]["matchLabels"]
-        == labels
-        == service["spec"]["selector"]
-    )
+    for selector in (
+        deployment["spec"]["selector"]["matchLabels"],
+        disruption["spec"]["selector"]["matchLabels"],
+        service["spec"]["selector"],
+    ):
+        assert selector == labels
     (chosen,) = monitor["spec"]["selector"]["matchExpressions"]
     assert labels[chosen["key"]] in chosen["values"]
-    pod = deployment["spec"]["template"]["spec"]
-    container = require_pod(pod)
+    container = require_pod(deployment["spec"]["template"]["spec"])
     (port,) = container["ports"]
-    named = [
+    probes = [
         container[f"{kind}Probe"]["httpGet"]
         for kind in ("startup", "readiness", "liveness")
     ]
-    assert named == [{"path": "/health", "port": port["name"]}] * 3
+    assert probes == [{"path": "/health", "port": port["name"]}] * 3
     assert service["spec"]["ports"][0]["targetPort"] == port["name"]
     assert monitor["spec"]["podMetricsEndpoints"][0]["port"] == port["name"]
     require_valid(container["args"])
+    # Clients may set nothing, as docs/index.md says of a server in production.
+    assert "requests" not in flags_of(container["args"])
     assert {"name": "VLLM_PLUGINS", "value": f"autoprune,{NAME}"} in container["env"]
-    ends = [
+
+
+@pytest.mark.parametrize("name", ["serving.yaml", "serving-qwen.yaml"])
+def test_a_replica_ends_in_order_and_one_always_serves(name: str) -> None:
+    """The hook, running requests, and the processes, within the grace period."""
+    deployment, disruption, _ = yaml.safe_load_all((KUBERNETES / name).read_text())
+    pod = deployment["spec"]["template"]["spec"]
+    container = require_pod(pod)
+    timings = Timings.read(KUBERNETES / name)
+    (drain,) = [
         int(arg.partition("=")[2]) for arg in container["args"] if "shutdown" in arg
     ]
-    assert ends[0] < pod["terminationGracePeriodSeconds"]
+    assert timings.pre_stop > 2 * timings.lag
+    assert timings.pre_stop + drain + 20 < timings.grace
+    assert deployment["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+    assert disruption["spec"]["minAvailable"] < deployment["spec"]["replicas"]
+
+
+def test_the_manifests_differ_in_names_model_and_flags() -> None:
+    llava, qwen = (
+        (KUBERNETES / name).read_text().splitlines()
+        for name in ("serving.yaml", "serving-qwen.yaml")
+    )
+    renamed = [line.replace("llava", "qwen") for line in llava]
+    differing = [
+        line for line in [*renamed, *qwen] if (line in renamed) != (line in qwen)
+    ]
+    assert 0 < len(differing) <= 5
+    assert all(
+        line.strip().startswith(("- --", "- qwen-hf/", "- Qwen/")) for line in differing
+    )
+
+
+def test_every_platform_serves_what_the_manifest_serves() -> None:
+    """The same image and state; as the plugin's flags, or as the settings that they become."""
+    deployment, *_ = yaml.safe_load_all((KUBERNETES / "serving-qwen.yaml").read_text())
+    pod = deployment["spec"]["template"]["spec"]
+    container = require_pod(pod)
+    served = flags_of(container["args"])
+
+    stack = read("kubernetes/production-stack.yaml")["servingEngineSpec"]["modelSpec"]
+    (engine,) = stack
+    assert flags_of(engine["vllmConfig"]["extraArgs"]) == served
+    assert f"{engine['repository']}:{engine['tag']}" == container["image"]
+    assert engine["vllmConfig"]["enablePrefixCaching"] is True
+
+    decode = read("kubernetes/llm-d.yaml")["decode"]
+    (server,) = decode["containers"]
+    assert flags_of(server["args"]) == served
+    assert server["image"] == container["image"]
+    assert server["extraConfig"].items() <= container.items()
+    grace = "terminationGracePeriodSeconds"
+    assert decode[grace] == pod[grace]
+
+
+def test_ray_serves_what_the_manifest_serves() -> None:
+    """Ray has no flags of plugins; head and workers have one image."""
+    deployment, *_ = yaml.safe_load_all((KUBERNETES / "serving-qwen.yaml").read_text())
+    container = require_pod(deployment["spec"]["template"]["spec"])
+    spec = read("kubernetes/ray-serve-llm.yaml")["spec"]
+    (application,) = yaml.safe_load(spec["serveConfigV2"])["applications"]
+    (model,) = application["args"]["llm_configs"]
+    assert model["model_loading_config"]["model_id"] == container["args"][0]
+    settings = model["engine_kwargs"]["additional_config"]["autoprune"]
+    assert settings == flags_of(container["args"])
+    cluster = spec["rayClusterConfig"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    images = [group["template"]["spec"]["containers"][0]["image"] for group in groups]
+    assert len(set(images)) == 1
 
 
 def require_pod(pod: Any) -> Any:
@@ -222,7 +292,7 @@ def test_the_job_runs_with_what_its_image_holds(tmp_path: Path) -> None:
     command = shlex.split(container["args"][0].partition(";")[0])
     assert command[:3] == ["python", "-m", "benchmarks.load"]
     assert isinstance(parse_arguments(command[3:]), PairedOptions)
-    _, service = yaml.safe_load_all((KUBERNETES / "serving.yaml").read_text())
+    *_, service = yaml.safe_load_all((KUBERNETES / "serving.yaml").read_text())
     assert f"=http://{service['metadata']['name']}:80" in " ".join(command)
 
     text = dockerfile.replace("\\\n", " ")
