@@ -21,6 +21,7 @@ from typing import Literal, get_args
 
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.asked_question import ask, render
+from vllm_autoprune.evaluation.chosen_by import format_images
 from vllm_autoprune.evaluation.pictures import Picture
 from vllm_autoprune.evaluation.questions import (
     Example,
@@ -28,6 +29,7 @@ from vllm_autoprune.evaluation.questions import (
     read_examples,
     refuse,
 )
+from vllm_autoprune.tpdsl.state import PruningState
 
 Split = Literal["search", "validation", "test"]
 
@@ -57,6 +59,26 @@ class Dataset:
         """SHA-256 of all questions and answers."""
         lines = [e.model_dump_json() for split in SPLITS for e in self.splits[split]]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def mark_chosen(self, state: PruningState) -> PruningState:
+        """``state`` with the images in its provenance by whose questions a search chose it.
+
+        Ledgers do not have them, because a replay needs no pictures of equal bytes.
+        """
+        choosing = (*self.splits["search"], *self.splits["validation"])
+        digests = [self.images[example.image].digest for example in choosing]
+        update = {"chosen_by": format_images(digests)}
+        provenance = state.provenance.model_copy(update=update)
+        return state.model_copy(update={"provenance": provenance})
+
+    def format_split(self, split: Split, folder: Path) -> str:
+        """The content of a file of questions in ``folder``, which eval reads."""
+        return _format_lines(
+            example.model_copy(
+                update={"image": self.images[example.image].refer(folder)}
+            )
+            for example in self.splits[split]
+        )
 
     def in_blocks(self, size: int, seed: int) -> Dataset:
         """The data set with its search split in stratified order if it has over ``size`` questions.
@@ -215,8 +237,12 @@ def cut_blocks(images: Sequence[str], size: int) -> list[slice]:
 
 def write_split(path: Path, examples: Sequence[Example]) -> None:
     """Write one split file of a data folder."""
-    lines = [json.dumps(example.model_dump(exclude_none=True)) for example in examples]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    path.write_text(_format_lines(examples), encoding="utf-8")
+
+
+def _format_lines(examples: Iterable[Example]) -> str:
+    lines = (json.dumps(example.model_dump(exclude_none=True)) for example in examples)
+    return "".join(f"{line}\n" for line in lines)
 
 
 def convert_mme(source: Path, target: Path, seed: int = 0) -> dict[Split, int]:

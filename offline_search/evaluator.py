@@ -19,6 +19,7 @@ from typing import Protocol
 from pydantic import BaseModel, ValidationError
 
 from offline_search.dataset import Dataset, Split
+from offline_search.default_state import find_default_state
 from offline_search.history import Answers
 from offline_search.image_facts import ImageFacts
 from offline_search.ledger import ALL_TOKENS, Clock, EvaluationRecord, Ledger
@@ -158,6 +159,7 @@ class RecordedEvaluator:
 class _ServedInputs(BaseModel):
     """The fields that are read of a server's ``/v1/autoprune``; None if it does not have them."""
 
+    architecture: str = ""
     unavailable: list[str] | None = None
     sign: int | None = None
 
@@ -275,18 +277,25 @@ class ServedEvaluator:
                 counts.add(unpruned - await self._count_prompt(example, 1) + 1)
         if not counts:
             return
-        page = _ServedInputs()
-        with (
-            ServerClient(self._urls[0], self._connection) as server,
-            contextlib.suppress(*FAILURES, ValidationError),
-        ):
-            page = _ServedInputs.model_validate(server.read_served())
+        page = self._read_page()
         has_cls = None
         if page.unavailable is not None:
             has_cls = "cls_attention" not in page.unavailable
         self.image_facts = ImageFacts(
             tuple(sorted(counts)), has_cls=has_cls, sign=page.sign
         )
+
+    def find_default_state(self) -> str:
+        """The default state of the served model's family; empty if it is not known."""
+        return find_default_state(self._model, self._read_page().architecture)
+
+    def _read_page(self) -> _ServedInputs:
+        with (
+            ServerClient(self._urls[0], self._connection) as server,
+            contextlib.suppress(*FAILURES, ValidationError),
+        ):
+            return _ServedInputs.model_validate(server.read_served())
+        return _ServedInputs()
 
     def _list_first_examples(self) -> list[Example]:
         """One example for each of the first search images."""

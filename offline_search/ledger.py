@@ -282,6 +282,11 @@ class WinnerRecord(_Record):
     )
     test: Comparison
     base: Comparison
+    less_default: Comparison | None = Field(
+        default=None,
+        exclude_if=lambda value: value is None,
+        description="as test, with paired differences from the default state",
+    )
 
 
 Record = Annotated[

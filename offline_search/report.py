@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from offline_search.candidates import BASE_PARENT, base_state
 from offline_search.history import FAILURES_TO_GIVE_UP, History, Trial, gave_up
 from offline_search.ledger import (
     ALL_TOKENS,
+    Comparison,
     Cost,
     EvaluationRecord,
     ProposalRecord,
@@ -156,21 +158,17 @@ class _SearchReport:
         facts += [f"proposer: {settings.proposer or 'none'}", f"seed {settings.seed}"]
         facts.append(f"{len(self.trials)} candidates")
         if (winner := self.winner) is not None:
-            gain = winner.test.gain
-            base = settings.base_policy
-            verdict = f"shows no difference to {base} alone"
-            if gain.low > 0:
-                tone = "good"
-                verdict = f"is better than {base} alone"
-            elif gain.high < 0:
-                tone = "bad"
-                verdict = f"is worse than {base} alone"
-            value, low, high = self._format(gain.value, gain.low, gain.high)
+            tone = _choose_tone(winner)
             answer = (
-                f"Candidate {winner.winner} won and {verdict} on the test split: objective {value} "
-                f"{settings.objective_unit} ({low} to {high}), accuracy "
-                f"{_percent(winner.test.accuracy)} % against {_percent(winner.base.accuracy)} %."
+                f"Candidate {winner.winner} won and on the test split "
+                f"{self._describe_gain(winner.test, f'{settings.base_policy} alone')}"
             )
+            if (less := winner.less_default) is not None:
+                name = f"{settings.default_state}, the default state of this model"
+                answer += f"; it {self._describe_gain(less, name)}"
+            elif not settings.default_state:
+                facts.append("default state of the served model: not known")
+            answer += "."
             facts += [
                 f"{winner.test.examples} test examples",
                 f"digest {winner.digest[:12]}",
@@ -195,6 +193,22 @@ class _SearchReport:
         )
         return Document(
             f"Search for a state: {title}", answer, tone, facts=facts, sections=sections
+        )
+
+    def _describe_gain(self, comparison: Comparison, rival: str) -> str:
+        """Whether the winner is better than ``rival``, and by how much."""
+        gain = comparison.gain
+        verdict = "shows no difference to"
+        if gain.low > 0:
+            verdict = "is better than"
+        elif gain.high < 0:
+            verdict = "is worse than"
+        value, low, high = self._format(gain.value, gain.low, gain.high)
+        accuracy = comparison.accuracy
+        return (
+            f"{verdict} {rival}: objective {value} {self.settings.objective_unit} "
+            f"({low} to {high}), accuracy {_percent(accuracy)} % against "
+            f"{_percent(accuracy - comparison.accuracy_gain.value)} %"
         )
 
     def _format(self, *values: float | None) -> list[str]:
@@ -296,8 +310,14 @@ class _SearchReport:
             [name, _format_interval(scores.objective), _percent(scores.accuracy)]
             for name, scores in (("winner", test), ("base policy", base))
         ]
-        gain = _format_interval(test.gain)
-        rows.append(["gain, paired", gain, _format_interval(test.accuracy_gain, 100.0)])
+        for title, comparison in (
+            ("gain over the base policy, paired", test),
+            ("gain over the default state, paired", winner.less_default),
+        ):
+            if comparison is not None:
+                gain = _format_interval(comparison.gain)
+                accuracy = _format_interval(comparison.accuracy_gain, 100.0)
+                rows.append([title, gain, accuracy])
         head = ["", "objective", "accuracy %"]
         text = _TEST
         if self.settings.objective == "mme":
@@ -305,7 +325,8 @@ class _SearchReport:
             totals = [test.mme_total, base.mme_total]
             cells = [f"{total:.1f}" for total in totals]
             cells.append(f"{test.mme_total - base.mme_total:+.1f}")
-            rows = [[*row, cell] for row, cell in zip(rows, cells, strict=True)]
+            pairs = zip_longest(rows, cells, fillvalue="")  # no total of the default
+            rows = [[*row, cell] for row, cell in pairs]
             text = f"{_TEST} {_MME}"
         table = Table("Winner and base policy", head, rows, "lrrr"[: len(head)])
         return Section("Result on the test split", [text], tables=[table])
@@ -396,6 +417,17 @@ def read_report(records: Iterable[Record]) -> _SearchReport:
         duration=max((clock.at + clock.seconds for clock in clocks), default=0.0)
         - begin,
     )
+
+
+def _choose_tone(winner: WinnerRecord) -> Tone:
+    """Tone of a search: good if its winner beats the base policy and the default state."""
+    compared = [winner.test]
+    if winner.less_default is not None:
+        compared.append(winner.less_default)
+    if any(comparison.gain.high < 0 for comparison in compared):
+        return "bad"
+    is_better = all(comparison.gain.low > 0 for comparison in compared)
+    return "good" if is_better else "open"
 
 
 def _format_interval(estimate: Estimate, scale: float = 1.0) -> str:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 from offline_search.candidates import Stage, base_state, list_purposes, minimal_state
 from offline_search.components import structure
@@ -228,9 +229,18 @@ class _Recording:
         )
 
 
+class Replay(NamedTuple):
+    """A replayed search: its winner, the digests of both ledgers, and its questions."""
+
+    winner: WinnerRecord
+    recorded: str
+    replayed: str
+    dataset: Dataset
+
+
 async def replay(
     recording: Path, into: Path, data: Path, images: int | None = None
-) -> tuple[WinnerRecord, str, str]:
+) -> Replay:
     """:func:`replay_on` a data folder, of which at most ``images`` images a split are read."""
 
     def read(settings: Settings) -> Dataset:
@@ -243,8 +253,8 @@ async def replay(
 
 async def replay_on(
     read: Callable[[Settings], Dataset], recording: Path, into: Path
-) -> tuple[WinnerRecord, str, str]:
-    """Replay a recording into a new ledger; returns the winner and the digests of both ledgers.
+) -> Replay:
+    """Replay a recording into a new ledger.
 
     ``read`` returns the data set for the settings of the recorded search. The recording is not
     changed. Raises :class:`SearchError` if it was made on other data, or if a step needs a request
@@ -271,7 +281,8 @@ async def replay_on(
         winner = await Search(
             settings, ledger, _Recording(settings.evaluator, dataset)
         ).run()
-        return winner, digest_records(recorded), digest_records(ledger)
+        digests = (digest_records(recorded), digest_records(ledger))
+        return Replay(winner, *digests, dataset)
 
 
 _CHARACTERS_PER_TOKEN = 3.5
@@ -308,7 +319,7 @@ def estimate_cost(
     measured = {
         "search": settings.total_candidates,
         "validation": settings.confirmed,
-        "test": 1,
+        "test": 2,  # the winner, and the default state
     }
     budgets = len(settings.budgets)
     answers = {

@@ -237,6 +237,12 @@ class Settings(SearchChoices):
     evaluator: str = Field(
         default="", description="model and data that candidates are measured on"
     )
+    default_state: str = Field(
+        default="",
+        exclude_if=lambda name: not name,
+        description="default state of the served model's family, with which the winner is "
+        "compared; empty if the family is not known",
+    )
 
     @model_validator(mode="after")
     def _require_consistent_fields(self) -> Settings:

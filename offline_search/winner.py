@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 import numpy as np
+from pydantic import JsonValue
 
 from offline_search.components import structure
 from offline_search.dataset import Dataset, Split
@@ -26,6 +27,7 @@ from offline_search.settings import Settings
 from vllm_autoprune.errors import EvaluationFailed, SearchError
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.statistics import ClusterBootstrap, Estimate, Floats
+from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.state import PruningState
 
 
@@ -106,9 +108,16 @@ class HeldOutEvaluator:
             except EvaluationFailed:
                 continue
             base = await self.compare(self.base, "test")
-            state = self._describe_winner(
-                finals.finalists[name], test, base, history.estimate(winner)
-            )
+            less_default = await self._compare_with_default(winner.require_state())
+            scores: dict[str, JsonValue] = {
+                "search_objective": history.estimate(winner),
+                "validation": _dump(finals.finalists[name].validation),
+                "test": _dump(test),
+                "test_base_policy": _dump(base),
+            }
+            if less_default is not None:
+                scores["test_less_default"] = _dump(less_default)
+            state = self._describe_winner(finals.finalists[name], scores, test)
             return WinnerRecord(
                 winner=name,
                 digest=state.digest,
@@ -128,6 +137,7 @@ class HeldOutEvaluator:
                 gains={name: gap.estimate() for name, gap in finals.gains.items()},
                 test=test,
                 base=base,
+                less_default=less_default,
             )
         raise SearchError.of(
             "search",
@@ -163,12 +173,20 @@ class HeldOutEvaluator:
         assert searched is not None, "a trial that was evaluated has values"
         return np.append(searched, values)
 
+    async def _compare_with_default(self, winner: PruningState) -> Comparison | None:
+        """The winner on the test split, with paired differences from the default state.
+
+        None if there is no default state, if it is the base policy, or if it cannot be measured.
+        """
+        name = self.settings.default_state
+        if name in ("", self.settings.base_policy):
+            return None
+        with contextlib.suppress(EvaluationFailed):
+            return await self.compare(winner, "test", load_state(name))
+        return None
+
     def _describe_winner(
-        self,
-        finalist: _Finalist,
-        test: Comparison,
-        base: Comparison,
-        objective: float | None,
+        self, finalist: _Finalist, scores: dict[str, JsonValue], test: Comparison
     ) -> PruningState:
         """The winner's state with a name and provenance, which do not change its digest."""
         settings = self.settings
@@ -180,12 +198,7 @@ class HeldOutEvaluator:
                 f"proposer {settings.proposer or 'none'}",
                 "evaluated_on": settings.evaluator,
                 "seed": settings.seed,
-                "scores": {
-                    "search_objective": objective,
-                    "validation": finalist.validation.model_dump(mode="json"),
-                    "test": test.model_dump(mode="json"),
-                    "test_base_policy": base.model_dump(mode="json"),
-                },
+                "scores": scores,
                 "notes": f"Candidate {trial.name} by {trial.proposal.origin}. "
                 f"Objective: {settings.objective_text}. Ahead of {settings.base_policy} alone by "
                 f"{_format_gain(finalist.validation)} on validation, "
@@ -196,12 +209,22 @@ class HeldOutEvaluator:
         name = f"{state.base_policy.name}-searched-k{budget}"
         return state.model_copy(update={"name": name, "provenance": provenance})
 
-    async def compare(self, candidate: PruningState, split: Split) -> Comparison:
-        """Scores of a candidate on a split, and paired differences from the base policy."""
+    async def compare(
+        self,
+        candidate: PruningState,
+        split: Split,
+        reference: PruningState | None = None,
+    ) -> Comparison:
+        """Scores of a candidate on a split, and paired differences from ``reference``.
+
+        The reference is the base policy by default.
+        """
         examples = self.dataset.splits[split]
         values, answers = await self._measure(candidate, split)
-        base_values, base_answers = await self._measure(self.base, split)
-        accuracy_gains = _correct_shares(answers) - _correct_shares(base_answers)
+        reference_values, reference_answers = await self._measure(
+            reference or self.base, split
+        )
+        accuracy_gains = _correct_shares(answers) - _correct_shares(reference_answers)
         return Comparison(
             split=split,
             examples=len(examples),
@@ -210,7 +233,7 @@ class HeldOutEvaluator:
                 [1000 * float(row.mme_shares(examples).mean()) for row in answers]
             ),
             objective=_bootstrap_mean(examples, values),
-            gain=_bootstrap_mean(examples, values - base_values),
+            gain=_bootstrap_mean(examples, values - reference_values),
             accuracy_gain=_bootstrap_mean(examples, accuracy_gains),
         )
 
@@ -254,6 +277,11 @@ def _bootstrap_mean(examples: Sequence[Example], values: Floats) -> Estimate:
     """Mean with its 95 % bootstrap interval, clustered by image, rounded to six decimals."""
     bootstrap = ClusterBootstrap([example.image for example in examples])
     return Estimate.of(bootstrap.mean(values)).rounded(6)
+
+
+def _dump(comparison: Comparison) -> JsonValue:
+    record: JsonValue = comparison.model_dump(mode="json")
+    return record
 
 
 def _format_gain(comparison: Comparison) -> str:

@@ -260,15 +260,16 @@ def replay_study(recording: Path) -> str:
     read = partial(read_questions, recording)
     with TemporaryDirectory() as folder:
         again = Path(folder) / recording.name
-        winner, recorded, replayed = asyncio.run(replay_on(read, recording, again))
+        result = asyncio.run(replay_on(read, recording, again))
         best = read_report(read_ledger(again)).curve()[-1][1]
-    if recorded != replayed:
+    if result.recorded != result.replayed:
         raise SearchError.of(
             str(recording), "its replay differs", "use the version that wrote it"
         )
+    winner = result.winner
     gain = winner.test.gain
     return (
         f"{recording.stem}: candidate {winner.winner}, search objective {best:+.2f}; on 128 test "
         f"questions {gain.value:+.2f} ({gain.low:+.2f} to {gain.high:+.2f}) over the base policy; "
-        f"records {replayed[:12]}, equal to the replay's"
+        f"records {result.replayed[:12]}, equal to the replay's"
     )

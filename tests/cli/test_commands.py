@@ -271,6 +271,22 @@ def test_show_has_what_a_search_measured_and_what_is_merged(
     )
 
 
+def test_show_recommends_no_state_of_a_user_and_says_how_many_images_chose_it(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    document = json.loads(load_state("minillava").dumps())
+    document["provenance"] |= {"chosen_by": "0123abcd 4567cdef"}
+    for name, changes in (
+        ("found", {}),
+        ("cen_divprune", {"shares": "free"}),
+    ):
+        path = tmp_path / "s.json"
+        path.write_text(json.dumps({**document, **changes, "name": name}))
+        text = run(capsys, "show", str(path))
+        assert text.startswith(f"{name}  (digest ")
+        assert re.search(r"^chosen by +questions about 2 images, which", text, re.M)
+
+
 @parametrize_from_file("name", "lines", "hidden")
 def test_show_says_what_decides_and_leaves_the_rest_to_json(
     name: str, lines: list[str], hidden: list[str], capsys: Captured

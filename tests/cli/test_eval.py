@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 from collections import Counter
 from itertools import pairwise
@@ -54,6 +55,29 @@ def test_without_a_name_the_servers_own_state_is_measured_at_its_own_budget(
     assert ({"budget": 16} in pruned) == (name == "mine")
     answer = call.printed().err.splitlines()[-1]
     assert f": {name} at K = 16 answers 100.0 % of the questions right" in answer
+
+
+def test_a_state_is_measured_on_questions_that_did_not_choose_it_or_says_so(
+    call: Call,
+) -> None:
+    digest = hashlib.sha256((call.folder / "a.png").read_bytes()).hexdigest()
+    document = load_state("trim").model_dump(mode="json") | {"name": "found"}
+    document["provenance"]["chosen_by"] = f"00000000 {digest[:8]}"
+    path = call.folder / "found.json"
+    path.write_text(json.dumps(document))
+    words = ("--state", str(path))
+    with endpoint(lambda body, number: reply(body)) as server:
+        assert call(server.url, *words) == 0
+        assert Counter(map(arm, asked(server.requests)))["found"] == 2
+        printed = call.printed()
+        assert "; 2 questions that chose a state are left out." in printed.err
+        said = "2 further questions are left out, because a search chose found by their"
+        assert f"- {said} images (--all-questions keeps them)" in printed.out
+        assert call(server.url, *words, "--all-questions", "-o", "everything") == 0
+    printed = call.printed()
+    mark = "(chosen by 2 of these questions, which flatter it)"
+    assert f": found at K = 8 {mark} answers 100.0 %" in printed.err
+    assert f"| found {mark} | 100.0 |" in printed.out and "left out" not in printed.out
 
 
 def test_an_evaluation_is_repeated_only_where_that_is_asked_for(call: Call) -> None:

@@ -75,7 +75,6 @@ if __name__ == "__main__":
         with tempfile.TemporaryDirectory() as folder:
             again = Path(folder) / "new"
             read = partial(read_questions, recording)
-            print(
-                recording.stem, asyncio.run(replay_on(read, recording, again))[2][:12]
-            )
+            replayed = asyncio.run(replay_on(read, recording, again)).replayed
+            print(recording.stem, replayed[:12])
             recording.write_bytes(again.read_bytes())

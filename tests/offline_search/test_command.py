@@ -95,6 +95,34 @@ def test_the_command_writes_the_winner_and_a_report(
     assert page.read_text().startswith("<!doctype html>")
 
 
+def test_an_evaluation_leaves_out_what_chose_the_state_unless_told_to_keep_it(
+    run_command: Run, data: Dataset, tmp_path: Path, capsys: Printed
+) -> None:
+    """Also where the questions stand in another order, and beside new ones."""
+    assert run_command("-o", str(tmp_path / "s.json")) == 0
+    written = tmp_path / "s.test.jsonl"
+    assert f"{written}: the test questions, for eval --data" in capsys.readouterr().err
+    texts = {name: (data.folder / f"{name}.jsonl").read_text() for name in SPLITS}
+    everything = data.folder / "all.jsonl"
+    everything.write_text("".join(sorted("".join(texts.values()).splitlines(True))))
+
+    def preview(*words: str) -> dict[str, Any]:
+        state = ["--state", str(tmp_path / "s.json"), "--budgets", "8", "--json"]
+        main(["eval", "--dry-run", *state, *words])
+        record: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return record
+
+    def count(*words: str) -> tuple[int, int]:
+        record = preview(*words)
+        return record["questions"], record["left_out"]
+
+    assert count("--data", str(written)) == (SIZE, 0)
+    assert count("--data", str(everything)) == (SIZE, 2 * SIZE)
+    assert count("--data", str(everything), "--all-questions") == (3 * SIZE, 0)
+    (problem,) = preview("--data", str(data.folder / "search.jsonl"))["problems"]
+    assert problem["fix"].startswith("give the .test.jsonl beside the state")
+
+
 def test_a_search_goes_on_with_its_own_settings_where_it_is_told_to(
     run_command: Run, served: FakeServer, capsys: Printed
 ) -> None:
@@ -209,7 +237,7 @@ def test_a_dry_run_estimates_what_a_search_takes_and_asks_no_proposer(
     assert estimate["answers"] == {
         "search": SIZE * (1 + 1 + 4),
         "validation": SIZE * (1 + 1 + 5),
-        "test": SIZE * (1 + 1 + 1),
+        "test": SIZE * (1 + 1 + 2),
     }
     text = dry_run("--proposals-per-reply", "1")
     assert "At most 4 requests to the proposer, each for one proposal: about" in text

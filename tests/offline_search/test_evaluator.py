@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from offline_search.dataset import SPLITS, Dataset, convert_mme, read_dataset
+from offline_search.default_state import find_default_state
 from offline_search.evaluator import EvaluationJob, ServedEvaluator
 from tests.fake_server import Answer, Body, FakeServer
 from tests.offline_search.synthetic import (
@@ -25,6 +26,28 @@ from tests.offline_search.synthetic import (
 from vllm_autoprune import load_state
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.errors import ConfigError, EvaluationFailed, SearchError
+from vllm_autoprune.serving.models import BACKBONES
+
+MINILLAVA = Path(__file__).parents[2] / "benchmarks/yardsticks/weights/minillava/llava"
+
+
+@pytest.mark.parametrize(
+    ("model", "architecture", "name"),
+    [
+        ("Qwen/Qwen3-VL-8B-Instruct", "", "Qwen3VLForConditionalGeneration"),
+        ("llava-hf/llava-1.5-7b-hf", "", "LlavaForConditionalGeneration"),
+        (str(MINILLAVA), "", "LlavaForConditionalGeneration"),
+        ("mine", "Gemma3ForConditionalGeneration", "Gemma3ForConditionalGeneration"),
+        ("mine", "", ""),
+        ("Qwen/Qwen3-VL-9B-Instruct", "NoSuchModel", ""),
+    ],
+)
+def test_the_default_state_is_that_of_the_served_family(
+    model: str, architecture: str, name: str
+) -> None:
+    expected = BACKBONES[name].state if name else ""
+    assert find_default_state(model, architecture) == expected
+
 
 # ---- dataset ----
 

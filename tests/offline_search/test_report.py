@@ -49,7 +49,10 @@ async def test_a_report_has_the_result_and_what_it_cost(ledger: Path) -> None:
     gain = winner.test.gain
     digits = gain.count_decimals()
     figures = [f"{value:+.{digits}f}" for value in (gain.value, gain.low, gain.high)]
-    assert f"| gain, paired | {figures[0]} ({figures[1]} to {figures[2]}) |" in text
+    assert (
+        f"| gain over the base policy, paired | {figures[0]} ({figures[1]} to {figures[2]}) |"
+        in text
+    )
     written = sum(reply.text is not None for reply in report.replies)
     tokens = f"{100 * written:,} prompt and {50 * written:,} completion tokens"
     assert f"{tokens}, at a price" in text

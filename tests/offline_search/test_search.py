@@ -29,6 +29,7 @@ from offline_search.ledger import (
 )
 from offline_search.prompt import Messages
 from offline_search.proposer import Reply
+from offline_search.report import read_report
 from offline_search.search import NothingMeasured, Search, replay
 from tests.offline_search.rewrite_recorded import RECORDED, RecordedProposer
 from tests.offline_search.synthetic import (
@@ -71,6 +72,23 @@ async def test_the_winning_state_says_where_it_comes_from_and_what_it_scored(
     assert gain.low <= gain.value <= gain.high
     notes = state.provenance.notes
     assert f"{gain.value:+.3f} ({gain.low:+.3f} to {gain.high:+.3f}) on test." in notes
+
+
+@pytest.mark.parametrize("default", ["trim", "cdpruner"])
+async def test_the_winner_is_compared_with_the_default_state_unless_that_is_its_base(
+    default: str, search: Searches
+) -> None:
+    winner = await search(default_state=default)
+    text = read_report(read_ledger(search.path)).document().answer
+    assert ("the default state of this model" in text) == (default == "trim")
+    if default == "cdpruner":
+        assert winner.less_default is None
+        return
+    less = winner.less_default
+    assert less is not None and less.objective == winner.test.objective
+    assert less.gain != winner.test.gain
+    scores = load_state(json.dumps(winner.state)).provenance.scores
+    assert scores["test_less_default"] == less.model_dump(mode="json")
 
 
 async def test_the_winner_has_the_best_lower_bound_and_is_tested_alone(
@@ -355,9 +373,10 @@ async def test_a_search_resumes_from_any_prefix_repeats_no_step_and_replays(
             (digest_of(job), job.split, job.start) for job in search.evaluator.jobs
         }
         assert not recorded & measured, "measured again"
-    replayed, *digests = await replay(complete, tmp_path / "again", search.data.folder)
-    assert digests == [digest, digest]
-    assert replayed.digest == winner.digest and replayed.test == winner.test
+    replayed = await replay(complete, tmp_path / "again", search.data.folder)
+    assert (replayed.recorded, replayed.replayed) == (digest, digest)
+    assert replayed.winner.digest == winner.digest
+    assert replayed.winner.test == winner.test
     if changes.get("core"):
         states = [record.state or {} for record in search.records(ProposalRecord)]
         assert any(state.get("core") for state in states)
@@ -370,7 +389,7 @@ async def test_a_recorded_search_replays_and_would_send_the_same_prompts_today(
     name: str, digest: str, search: Searches, tmp_path: Path
 ) -> None:
     recording = RECORDED / f"{name}.jsonl"
-    _, original, replayed = await replay(
+    _, original, replayed, _ = await replay(
         recording, tmp_path / "again", search.data.folder
     )
     assert original == replayed and replayed.startswith(digest)
@@ -405,7 +424,7 @@ async def test_a_recording_is_only_read_and_what_is_missing_in_it_is_an_error(
     recording.write_text(text)
     with Ledger(recording) as ledger:  # no replay waits for its lock
         recording.write_text(text)
-        _, *digests = await replay(recording, target, search.data.folder)
+        _, *digests, _ = await replay(recording, target, search.data.folder)
         assert digests == [digest_records(ledger)] * 2
         assert recording.read_text() == text
     lines = text.splitlines(keepends=True)

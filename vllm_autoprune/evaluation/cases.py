@@ -132,6 +132,12 @@ def _read_states(names: Sequence[str], frames: int) -> list[PruningState]:
     return states
 
 
+def read_chosen_by(names: Sequence[str]) -> dict[int, str]:
+    """Images by whose questions searches chose the states of ``names``, by ``Case.named``."""
+    states = enumerate(_read_states(names, frames=0), 1)
+    return {place: state.provenance.chosen_by for place, state in states}
+
+
 def _strip_to_base(state: PruningState) -> PruningState:
     """``state`` without its exchange: its base policy with the same parameters."""
     policy = state.base_policy

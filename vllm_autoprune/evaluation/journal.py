@@ -60,6 +60,20 @@ class Setup(FrozenModel):
     """Meaning of a score of 1: the answer is right, or it agrees with the unpruned model's."""
     mme_divisor: float = 1.0
     """Divisor that turns MME's points into per cent for *Acc.*"""
+    left_out: int = 0
+    """Number of questions of the data that are not asked because they chose a state."""
+    chosen: tuple[str, ...] = ()
+    """Names of these states."""
+
+    @property
+    def left_out_text(self) -> str:
+        """Text on the questions that are left out; empty if there are none."""
+        if not self.left_out:
+            return ""
+        text = (
+            f"{self.left_out:,} further questions are left out, because a search chose "
+        )
+        return f"{text}{', '.join(self.chosen)} by their images (--all-questions keeps them)"
 
 
 class Case(FrozenModel):
@@ -87,6 +101,8 @@ class Case(FrozenModel):
     named: int = 0
     """Place of its state among those that the user named, from 1; 0 for controls and for a base
     policy that a state is compared with."""
+    chosen: int = 0
+    """Number of the asked questions by whose images a search chose its state."""
 
     @property
     def budget_order(self) -> tuple[int, str]:
@@ -108,8 +124,14 @@ class Case(FrozenModel):
 
     @property
     def title(self) -> str:
-        """Name in tables, with a mark if it is what the server does without being asked."""
-        return f"{self.label} (the server's own)" if self.served else self.label
+        """Name in tables, marked as the server's own, and with the questions that chose it."""
+        title = f"{self.label} (the server's own)" if self.served else self.label
+        return f"{title} ({self.chosen_text})" if self.chosen else title
+
+    @property
+    def chosen_text(self) -> str:
+        """Text on the asked questions by which the state was chosen."""
+        return f"chosen by {self.chosen:,} of these questions, which flatter it"
 
 
 class Question(FrozenModel):

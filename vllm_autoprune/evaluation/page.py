@@ -96,6 +96,8 @@ def build_page(report: Report, picture: Callable[[str], str] | None = None) -> D
         f"scored by {setup.scorer}",
         f"{report.questions:,} questions about {report.images:,} images",
     ]
+    if setup.left_out:
+        facts.append(setup.left_out_text)
     if report.left_out:
         facts.append(
             f"{report.left_out:,} left out: their answer has no token to be scored"
@@ -111,13 +113,18 @@ def build_page(report: Report, picture: Callable[[str], str] | None = None) -> D
 
 
 def _choose_tone(report: Report) -> Tone:
-    """Tone of the answer: good only if nothing is lost against a model that is mostly right."""
+    """Tone of the answer.
+
+    It is good only if nothing is lost against a model that is mostly right, on questions that did
+    not choose the state.
+    """
     if not report.valid:
         return "bad"
     if report.overall is None:
         return "open"
     tone = _TONES.get(report.overall.winner, "open")
-    is_doubtful = report.is_loss_shown or report.is_mostly_wrong
+    is_flattered = report.case is not None and report.case.chosen > 0
+    is_doubtful = report.is_loss_shown or report.is_mostly_wrong or is_flattered
     return "open" if tone == "good" and is_doubtful else tone
 
 
@@ -276,13 +283,11 @@ def _answer(report: Report) -> str:
             "No state was measured here: the tables have all tokens and the controls."
         )
     answer = f"{case.label} at K = {case.budget}"
+    if case.chosen:
+        answer += f" ({case.chosen_text})"
     if row.accuracy is not None:
         answer += f" answers {row.accuracy.value:.1f} % of the questions right"
-        if row.to_full is not None and (gap := row.to_full.accuracy) is not None:
-            answer += f", {_format(gap)} points against all tokens"
-            answer += "; no difference is shown" if gap.low <= 0 <= gap.high else ""
-        if row.to_base is not None and (gain := row.to_base.accuracy) is not None:
-            answer += f"; {_format(gain)} against {case.base.partition('@')[0]} alone"
+        answer += _describe_gaps(report)
     elif row.agreement is not None and row.token_agreement is not None:
         answer += (
             f" gives {row.agreement.value:.1f} % of the unpruned model's answers and "
@@ -293,12 +298,28 @@ def _answer(report: Report) -> str:
         answer += f"; with all tokens only {share:.1f} % are right, so these questions tell little"
     if report.overall is not None:
         answer += f"; {_describe_difference(report, report.overall)}"
+    if left_out := report.setup.left_out:
+        answer += f"; {left_out:,} questions that chose a state are left out"
     if report.images < _TRIAL_IMAGES:
         images = (
             f"{report.images} images, no measurement (at least {_TRIAL_IMAGES} images)"
         )
         return f"A trial run on {images}: {answer}."
     return f"{answer}."
+
+
+def _describe_gaps(report: Report) -> str:
+    """Text on how the report's state differs in right answers from all tokens and its base."""
+    text = ""
+    row = report.row
+    if row is None:
+        return text
+    if row.to_full is not None and (gap := row.to_full.accuracy) is not None:
+        text = f", {_format(gap)} points against all tokens"
+        text += "; no difference is shown" if gap.low <= 0 <= gap.high else ""
+    if row.to_base is not None and (gain := row.to_base.accuracy) is not None:
+        text += f"; {_format(gain)} against {row.case.base.partition('@')[0]} alone"
+    return text
 
 
 def _rival(report: Report) -> str:
@@ -328,7 +349,7 @@ def _describe_verdicts(report: Report) -> Iterator[str]:
         control = rows.get(f"resized@{row.case.budget}")
         more = (row.prompt_tokens or 0.0) - ((control and control.prompt_tokens) or 0.0)
         verdict = _describe_difference(report, overall)
-        line = f"{row.case.label}, K = {row.case.budget}: {verdict}"
+        line = f"{row.case.title}, K = {row.case.budget}: {verdict}"
         # A resized image may have a few tokens fewer than K.
         line += f" with {more:.1f} tokens more." if control and more >= 0.5 else "."
         yield line

@@ -10,6 +10,7 @@ import base64
 import contextlib
 import hashlib
 import io
+import os
 import stat
 import tempfile
 import time
@@ -79,6 +80,15 @@ class Picture(NamedTuple):
             "type": part,
             part: {"url": encode(self.kind, contents or [self.read()])},
         }
+
+    def refer(self, folder: Path) -> str:
+        """The picture as a file of questions in ``folder`` names it.
+
+        It is a path, or a data URL if the picture's file ends with the process.
+        """
+        if self.path.is_relative_to(_temporary_folder().name):
+            return encode(self.kind, [self.read()])
+        return os.path.relpath(self.path.resolve(), folder.resolve())
 
     def image(self) -> Image.Image:
         """The picture, or the first frame of a video, in RGB as a model sees it."""

@@ -40,6 +40,7 @@ def preview_questions(suite: QuestionSuite) -> Preview:
         "cases": [case.name for case in cases],
         "refused": dict(refused),
         "requests": len(cases) * len(questions),
+        "left_out": suite.left_out,
         "first": [_record_question(question) for question in shown],
     }
     summary = [
@@ -49,6 +50,8 @@ def preview_questions(suite: QuestionSuite) -> Preview:
         *(f"not asked: {name}: {why}" for name, why in refused.items()),
         suite.plan(),
     ]
+    if suite.left_out:
+        summary.append(suite.setup.left_out_text)
     blocks = ["\n".join(summary)]
     blocks += ["\n".join(_describe_question(question)) for question in shown]
     return Preview(record, blocks)

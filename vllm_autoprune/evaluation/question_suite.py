@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -15,6 +15,7 @@ from tqdm import tqdm
 from vllm_autoprune import __version__
 from vllm_autoprune.errors import ConfigError, EvaluationFailed, Problem
 from vllm_autoprune.evaluation.cases import FULL
+from vllm_autoprune.evaluation.chosen_by import select_chosen
 from vllm_autoprune.evaluation.journal import (
     Answer,
     Case,
@@ -70,6 +71,49 @@ class QuestionSuite:
     """The name of the questions in the report."""
     unpruned: bool = False
     """Whether the unpruned model's greedy answer is the reference."""
+    left_out: int = 0
+    """Number of questions that are not asked because they chose a state."""
+    chosen: tuple[str, ...] = ()
+    """Names of these states."""
+
+    @classmethod
+    def without_chosen(
+        cls,
+        server: Server,
+        cases: Sequence[Case],
+        questions: Sequence[PreparedQuestion],
+        name: str,
+        chosen_by: Mapping[int, str],
+        *,
+        unpruned: bool = False,
+        keep: bool = False,
+    ) -> QuestionSuite:
+        """A suite that leaves out questions by whose images a search chose one of the states.
+
+        ``chosen_by`` has the images of states by their place among those that the user named.
+        ``keep``: ask these questions too, and mark the cases of the states. Raises
+        :class:`ConfigError` if no question is left.
+        """
+        chosen = {
+            place: select_chosen(questions, images)
+            for place, images in chosen_by.items()
+        }
+        chosen = {place: members for place, members in chosen.items() if members}
+        if keep:
+            cases = [
+                case.model_copy(update={"chosen": len(chosen.get(case.named, ()))})
+                for case in cases
+            ]
+            return cls(server, cases, questions, name, unpruned)
+        ids = {q.record.id for members in chosen.values() for q in members}
+        asked = [question for question in questions if question.record.id not in ids]
+        labels = [case.label for case in cases if case.named in chosen and case.budget]
+        if not asked:
+            what = f"has no question by whose image a search did not choose {labels[0]}"
+            fix = "give the .test.jsonl beside the state, other questions, or --all-questions"
+            raise ConfigError.of(name, what, fix, subject="eval")
+        names = tuple(dict.fromkeys(labels))
+        return cls(server, cases, asked, name, unpruned, len(ids), names)
 
     @property
     def has_labels(self) -> bool:
@@ -104,6 +148,8 @@ class QuestionSuite:
             data=f"{self.name}, {count} questions, {digest.hexdigest()[:12]}",
             scorer=f"vllm-autoprune {__version__}: {scorer}",
             score="right" if self.has_labels else "agrees",
+            left_out=self.left_out,
+            chosen=self.chosen,
         )
 
     def plan(self) -> str:

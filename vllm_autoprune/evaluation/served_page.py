@@ -24,12 +24,17 @@ class _Budget(BaseModel):
     k: int | str = 0
 
 
+class _Evidence(BaseModel):
+    chosen_by: str = ""
+
+
 class ServedPage(BaseModel):
     """The fields that are read of ``/v1/autoprune``; the defaults if a server has no such page."""
 
     state: str | None = ""
     digest: str = ""
     budget: _Budget = _Budget()
+    evidence: _Evidence = _Evidence()
     requests: str = ""
     allows: dict[str, object] = {}
 

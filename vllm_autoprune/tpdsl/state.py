@@ -165,6 +165,14 @@ class Provenance(StatePart):
         lt=2**63,
         description="seed of the search or evaluation; null: none",
     )
+    # One text, because a state has at most 10,000 values and may be chosen by more images.
+    chosen_by: str = Field(
+        default="",
+        pattern=r"^([0-9a-f]{8}( [0-9a-f]{8})*)?$",
+        exclude_if=lambda digests: not digests,
+        description="images about which a search asked the questions that chose the state: the "
+        "first eight digits of the SHA-256 of each",
+    )
     notes: str = Field(default="", description="further remarks")
 
 

@@ -165,6 +165,7 @@ def instruction_free(
     after["name"] = name or f"{state.name}-instruction-free"[-128:]
     after["provenance"] = {
         "found_by": state.provenance.found_by,
+        "chosen_by": state.provenance.chosen_by,
         "notes": f"Instruction-free variant of {state.name} ({state.digest[:12]}).",
     }
     why["/provenance"] = "scores of the original state do not apply to the variant"

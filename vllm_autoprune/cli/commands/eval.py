@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,6 +51,8 @@ def _arguments(parser: ArgumentParser) -> None:
 
     text = "where the images of --data are (default: beside it)"
     add("--images", type=Path, metavar="FOLDER", help=text)
+    text = "with --data, also ask the questions by which a search chose a state; they flatter it"
+    add("--all-questions", action="store_true", help=text)
     text = "--data is about videos: sample N frames of each (vLLM's default is 32)"
     add("--frames", type=int, metavar="N", help=text)
 
@@ -96,8 +98,8 @@ def _evaluate_states(options: Namespace) -> int:
 
     _check_arguments(options)
     folder = _choose_folder(options)
-    cases = _build_cases(options)
-    suite = _build_suite(options, cases, folder)
+    cases, chosen_by = _build_cases(options)
+    suite = _build_suite(options, cases, chosen_by, folder)
     if options.dry_run:
         record: dict[str, JsonValue] = {"plan": suite.plan()}
         blocks = [suite.plan()]
@@ -124,18 +126,22 @@ def _evaluate_states(options: Namespace) -> int:
     return 0 if report.valid else 1
 
 
-def _build_cases(options: Namespace) -> list[Case]:
-    """The cases of ``--state``, or of the server's own state, which a dry run does not ask for."""
-    from vllm_autoprune.evaluation.cases import build_cases
+def _build_cases(options: Namespace) -> tuple[list[Case], dict[int, str]]:
+    """The cases, and the images by which searches chose their states, by place of the state.
+
+    They are those of ``--state``, or of the server's own state, which a dry run does not ask for.
+    """
+    from vllm_autoprune.evaluation.cases import build_cases, read_chosen_by
     from vllm_autoprune.evaluation.served_page import OWN, ServedPage
 
     frames = options.frames or 0
     budgets = options.budgets or ["1/4" if frames else "64"]
     if options.state:
-        return build_cases(options.state, budgets, options.cells, frames)
+        cases = build_cases(options.state, budgets, options.cells, frames)
+        return cases, read_chosen_by(options.state)
     controls = build_cases([], budgets, options.cells, frames)  # refuses wrong budgets
     if options.dry_run:
-        return [*controls, OWN]
+        return [*controls, OWN], {}
     url = options.server_url
     with (
         ServerClient(url, read_connection(options)) as client,
@@ -143,7 +149,8 @@ def _build_cases(options: Namespace) -> list[Case]:
     ):
         client.list_models()  # a server that does not answer has no page either
         page = ServedPage.read(client)
-    return page.build_own_cases(url, options.budgets, options.cells, frames)
+    cases = page.build_own_cases(url, options.budgets, options.cells, frames)
+    return cases, {1: page.evidence.chosen_by}
 
 
 def _choose_folder(options: Namespace) -> Path:
@@ -214,9 +221,12 @@ def _check_arguments(options: Namespace) -> None:
 
 
 def _build_suite(
-    options: Namespace, cases: Sequence[Case], folder: Path
+    options: Namespace,
+    cases: Sequence[Case],
+    chosen_by: Mapping[int, str],
+    folder: Path,
 ) -> QuestionSuite | LmmsSuite:
-    """The suite of ``--data`` or ``--suite``."""
+    """The suite of ``--data`` or ``--suite``; ``chosen_by`` as of :func:`_build_cases`."""
     from vllm_autoprune.evaluation.lmms import LmmsSuite
     from vllm_autoprune.evaluation.lmms_benchmarks import select_benchmarks
     from vllm_autoprune.evaluation.question_suite import QuestionSuite
@@ -241,7 +251,15 @@ def _build_suite(
         )
         # A file name may not be valid UTF-8.
         name = options.data.name.encode(errors="replace").decode()
-        return QuestionSuite(server, cases, questions, name, is_unlabelled)
+        return QuestionSuite.without_chosen(
+            server,
+            cases,
+            questions,
+            name,
+            chosen_by,
+            unpruned=is_unlabelled,
+            keep=options.all_questions,
+        )
     is_qwen = options.backbone.startswith("qwen")
     benchmarks = select_benchmarks(
         options.suite.partition(":")[2],

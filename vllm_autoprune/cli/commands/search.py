@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from offline_search.dataset import Dataset
     from offline_search.evaluator import ServedEvaluator
     from offline_search.ledger import WinnerRecord
+    from offline_search.search import Replay
     from vllm_autoprune.tpdsl.state import PruningState
     from vllm_autoprune.tpdsl.tokens import VisualTokens
 
@@ -116,7 +117,8 @@ def _run_search(options: Namespace) -> int:
     if options.action == "mme":
         return _convert_mme(options, flags, flags.data)
     if options.replay is not None:
-        return _print_winner(options, _replay(options, flags, flags.data))
+        replayed = _replay(options, flags, flags.data)
+        return _print_winner(options, replayed.winner, replayed.dataset)
     return _start_search(options, flags, flags.data)
 
 
@@ -145,7 +147,7 @@ def _start_search(options: Namespace, flags: _Flags, data: Path) -> int:
     except KeyboardInterrupt:
         text = f"stopped; {options.ledger} keeps what was measured, --resume goes on from it"
         raise KeyboardInterrupt(text) from None
-    return _print_winner(options, winner)
+    return _print_winner(options, winner, dataset)
 
 
 def _print_report(options: Namespace) -> int:
@@ -185,7 +187,7 @@ def _holds_search(ledger: Path) -> bool:
     return ledger.exists() and ledger.stat().st_size > 0
 
 
-def _replay(options: Namespace, flags: _Flags, data: Path) -> WinnerRecord:
+def _replay(options: Namespace, flags: _Flags, data: Path) -> Replay:
     """Replay a recorded search into the ledger; raises SearchError if they differ."""
     from offline_search.search import replay
 
@@ -196,29 +198,37 @@ def _replay(options: Namespace, flags: _Flags, data: Path) -> WinnerRecord:
             "name a new file with --ledger",
             subject="search",
         )
-    winner, recorded, replayed = asyncio.run(
-        replay(options.replay, options.ledger, data, flags.images)
-    )
-    print(f"recording {recorded}\nreplay    {replayed}", file=sys.stderr)
-    if recorded != replayed:
+    result = asyncio.run(replay(options.replay, options.ledger, data, flags.images))
+    text = f"recording {result.recorded}\nreplay    {result.replayed}"
+    print(text, file=sys.stderr)
+    if result.recorded != result.replayed:
         raise SearchError.of(
             str(options.replay),
             "its replay differs",
             "it holds records that its own search would not make; begin a new ledger",
         )
-    return winner
+    return result
 
 
-def _print_winner(options: Namespace, winner: WinnerRecord) -> int:
-    """Write the state that a search chose, and print the search's report."""
+def _print_winner(options: Namespace, winner: WinnerRecord, dataset: Dataset) -> int:
+    """Print the search's report; write the state that it chose, and beside it the test split."""
     from offline_search.ledger import read_ledger
     from offline_search.report import read_report
     from vllm_autoprune.tpdsl.loading import load_state
 
+    state = dataset.mark_chosen(load_state(winner.state))
     if options.output is not None:
-        write_file(options.output, load_state(winner.state).dumps())
+        questions = options.output.with_suffix(".test.jsonl")
+        content = dataset.format_split("test", questions.parent)
+        write_file(options.output, state.dumps())
+        write_file(questions, content)
+        note = f"{questions}: the test questions, for eval --data; other questions of the data "
+        print(
+            f"{note}chose {options.output}, and eval leaves them out", file=sys.stderr
+        )
     text = read_report(read_ledger(options.ledger)).document().render_markdown()
     record = winner.model_dump(mode="json", exclude={"clock"})
+    record["state"] = state.model_dump(mode="json")
     print_result(options, record, text.rstrip())
     return 0
 
@@ -390,7 +400,10 @@ async def _search(
         if not ledger.records:
             for budget in settings.budgets:
                 await evaluator.check_budget(budget)
-        changes: dict[str, object] = {"evaluator": evaluator.name}
+        changes: dict[str, object] = {
+            "evaluator": evaluator.name,
+            "default_state": evaluator.find_default_state(),
+        }
         proposer: EndpointProposer | None = None
         if settings.proposer and flags.proposer_url is not None:
             if not probes and ledger.find(WinnerRecord, "chosen") is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
@@ -54,6 +53,9 @@ RECOMMENDED = {
     "others": "cen_divprune",
 }
 """Backbone family -> state to begin with, by the rule of docs/choosing.md, "Default states"."""
+
+_FOUND_BY_SEARCH = ("minillava", "minillava-split", "miniqwen")
+"""Shipped states to compare with others by those who measure."""
 
 _FOLDED = {
     "ablation-": "ablations",
@@ -142,13 +144,15 @@ def _describe_entry(name: str) -> _Entry:
 def _recommend(state: PruningState) -> str:
     """Where a state is recommended: on families whose default it is, or to those who measure.
 
-    Returns an empty text for other states.
+    Returns an empty text for other states, among them those of users, whatever their names.
     """
+    is_shipped = state.name in shipped_states()
+    if not is_shipped or load_state(state.name).digest != state.digest:
+        return ""
     families = [family for family, name in RECOMMENDED.items() if name == state.name]
     if families:
         return f"on {', '.join(families)}"
-    is_found = re.search(r"\bsearch\b", state.provenance.found_by)
-    return "if you measure" if is_found else ""
+    return "if you measure" if state.name in _FOUND_BY_SEARCH else ""
 
 
 @command(
@@ -208,8 +212,13 @@ def _show_state(options: Namespace) -> int:
     origin = [
         (key.replace("_", " "), format_value(value))
         for key, value in provenance.items()
-        if value not in ("", None, {}) and not (scores and key == "scores")
+        if value not in ("", None, {})
+        and key != "chosen_by"
+        and not (scores and key == "scores")
     ]
+    if images := state.provenance.chosen_by.split():
+        count = f"questions about {len(images):,} images, which eval leaves out"
+        origin.append(("chosen by", count))
     nothing = "No provenance: the state does not say where it comes from or what was measured."
     blocks += [
         format_definitions(lines),
