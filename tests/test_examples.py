@@ -26,7 +26,9 @@ from PIL import Image
 
 from benchmarks.load.__main__ import parse_arguments
 from benchmarks.load.settings import PairedOptions
+from benchmarks.yardsticks import open_yardstick
 from benchmarks.yardsticks.examples import as_picture, draw_examples
+from benchmarks.yardsticks.yardstick import ALL_TOKENS, Case
 from tests.example_commands import flags_of, require_valid
 from tests.fake_server import Body, Reply, fake_server
 from tests.serving.rollout import Timings
@@ -90,6 +92,22 @@ def test_the_picture_and_its_questions_are_those_of_a_scene_of_the_test_split() 
         np.abs(shrunk - np.asarray(as_picture(scene[0].image), dtype=float)).mean() < 3
     )
     assert (EXAMPLES / "scene.jpg").stat().st_size < 60_000
+
+
+def test_mini_qwen_answers_the_questions_about_the_small_picture() -> None:
+    picture = [e for e in draw_examples("test", 7, "miniqwen") if e.image_id == 6]
+    path = EXAMPLES / "small.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    asked = [(example.question, example.answer) for example in picture]
+    assert [(line["question"], line["answer"]) for line in lines] == asked
+    with Image.open(EXAMPLES / "small.png") as image:
+        assert image.tobytes() == as_picture(picture[0].image).tobytes()
+    yardstick = open_yardstick("miniqwen")
+    (batch,) = yardstick.batches(picture)
+    scores = yardstick.encode(batch).score(Case("full", ALL_TOKENS))
+    right = int(scores.correct.sum())
+    readme = (EXAMPLES / "README.md").read_text()
+    assert right == len(picture) and f"all {right} are right with all tokens" in readme
 
 
 def test_the_client_asks_at_every_budget(capsys: pytest.CaptureFixture[str]) -> None:

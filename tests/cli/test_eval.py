@@ -61,7 +61,7 @@ def test_a_state_is_measured_on_questions_that_did_not_choose_it_or_says_so(
     call: Call,
 ) -> None:
     digest = hashlib.sha256((call.folder / "a.png").read_bytes()).hexdigest()
-    document = load_state("trim").model_dump(mode="json") | {"name": "found"}
+    document = load_state("autoprune").model_dump(mode="json") | {"name": "found"}
     document["provenance"]["chosen_by"] = f"00000000 {digest[:8]}"
     path = call.folder / "found.json"
     path.write_text(json.dumps(document))
@@ -73,7 +73,8 @@ def test_a_state_is_measured_on_questions_that_did_not_choose_it_or_says_so(
         assert "; 2 questions that chose a state are left out." in printed.err
         said = "2 further questions are left out, because a search chose found by their"
         assert f"- {said} images (--all-questions keeps them)" in printed.out
-        assert call(server.url, *words, "--all-questions", "-o", "everything") == 0
+        everything = ("--all-questions", "-o", str(call.folder / "everything"))
+        assert call(server.url, *words, *everything) == 0
     printed = call.printed()
     mark = "(chosen by 2 of these questions, which flatter it)"
     assert f": found at K = 8 {mark} answers 100.0 %" in printed.err

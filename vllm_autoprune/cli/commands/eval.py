@@ -109,7 +109,7 @@ def _evaluate_states(options: Namespace) -> int:
         return 0
     report = evaluate(
         suite.setup,
-        cases,
+        suite.cases,
         suite.measure,
         folder,
         resume=options.resume,
