@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
@@ -26,6 +27,8 @@ from vllm_autoprune.statistics import correlate_ranks
 
 BASE = "base policy"
 """Name under which the base policy alone is confirmed."""
+_IN_POINTS = "the same, points"
+"""Column of a difference of accuracy, behind the one of the same difference in nats."""
 _CURVE_SHARES = (0.1, 0.2, 0.4, 1.0)
 """Shares of the search's answers after which its best objective so far is reported."""
 
@@ -118,6 +121,14 @@ class SearchResult(FrozenModel):
         )
 
 
+@dataclass(frozen=True)
+class _Figure:
+    """A mean over questions, and the means of equal blocks of the questions, if they are known."""
+
+    mean: float
+    blocks: Sequence[float]
+
+
 class Confirmed(FrozenModel):
     """Mean objective and accuracy of one winner or state on new questions."""
 
@@ -131,6 +142,22 @@ class Confirmed(FrozenModel):
         exclude_if=lambda blocks: not blocks,
         description="mean objective of each of several equal blocks of the questions",
     )
+    accuracy_blocks: tuple[float, ...] = Field(
+        default=(),
+        exclude_if=lambda blocks: not blocks,
+        description="accuracy of each of the same blocks",
+    )
+
+    @property
+    def nats(self) -> _Figure:
+        """The objective."""
+        return _Figure(self.objective, self.blocks)
+
+    @property
+    def points(self) -> _Figure:
+        """The accuracy in per cent."""
+        blocks = [100 * block for block in self.accuracy_blocks]
+        return _Figure(100 * self.accuracy, blocks)
 
 
 CONFIRMED = TypeAdapter(dict[str, Confirmed])
@@ -195,14 +222,15 @@ def format_tables(folder: Path, arms: Sequence[str], seeds: Sequence[int]) -> st
             name,
             f"{s.objective:.2f}",
             f"{100 * s.accuracy:.1f}",
-            _format_difference([(s, base)]),
+            _format_difference([(s.nats, base.nats)]),
+            _format_difference([(s.points, base.points)], 1),
         )
         for name, s in confirmed.items()
         if base and name.startswith("q_e = ")
     ]
     if states:
-        columns = ("state", "objective", "accuracy %", f"less {BASE}")
-        texts.append(Table("", columns, states, "lrrr").markdown() + "\n")
+        columns = ("state", "objective", "accuracy %", f"less {BASE}", _IN_POINTS)
+        texts.append(Table("", columns, states, "lrrrr").markdown() + "\n")
     return "\n".join(texts)
 
 
@@ -320,7 +348,10 @@ def _tabulate_winners(
     seeds: Sequence[int],
     reference: str,
 ) -> str:
-    """Confirmed objective and accuracy of each arm, minus the reference and the base policy."""
+    """Confirmed objective and accuracy of each arm, minus the reference and the base policy.
+
+    A difference is in nats, then in points of accuracy.
+    """
     base = confirmed.get(BASE)
     rows = []
     for arm in arms:
@@ -341,12 +372,8 @@ def _tabulate_winners(
                 str(len(scores)),
                 _format_mean([score.objective for score in scores.values()], 2),
                 _format_mean([100 * score.accuracy for score in scores.values()], 1),
-                _format_difference(pairs) if pairs and arm != reference else "-",
-                *(
-                    [_format_difference([(score, base) for score in scores.values()])]
-                    if base
-                    else []
-                ),
+                *(_format_both(pairs) if pairs and arm != reference else ("-", "-")),
+                *(_format_both([(s, base) for s in scores.values()]) if base else ()),
             ]
         )
     head = [
@@ -355,15 +382,16 @@ def _tabulate_winners(
         "objective",
         "accuracy %",
         f"less {reference}, paired by seed",
+        _IN_POINTS,
     ]
-    head += [f"less {BASE}"] if base else []
+    head += [f"less {BASE}", _IN_POINTS] if base else []
     questions = sorted({score.questions for score in confirmed.values()})
     note = (
         f"{', '.join(map(str, questions))} questions; \u00b1 is Student's t over seeds"
     )
     note += ", in differences over questions as well." if base else "."
     return (
-        "\n".join([Table("", head, rows, "lrrrrr"[: len(head)]).markdown(), "", note])
+        "\n".join([Table("", head, rows, "lrrrrrrr"[: len(head)]).markdown(), "", note])
         + "\n"
     )
 
@@ -394,7 +422,16 @@ def _t_quantile(freedom: int) -> float:
     return z + linear / freedom + square / freedom**2 + cubic / freedom**3
 
 
-def _format_difference(pairs: Sequence[tuple[Confirmed, Confirmed]]) -> str:
+def _format_both(pairs: Sequence[tuple[Confirmed, Confirmed]]) -> tuple[str, str]:
+    """Mean difference over ``pairs``, one a seed, in nats and in points of accuracy."""
+    nats = [(score.nats, other.nats) for score, other in pairs]
+    points = [(score.points, other.points) for score, other in pairs]
+    return _format_difference(nats), _format_difference(points, 1)
+
+
+def _format_difference(
+    pairs: Sequence[tuple[_Figure, _Figure]], digits: int = 2
+) -> str:
     """Mean difference over ``pairs``, one a seed, with its 95 % interval over seeds and questions.
 
     The variance of the mean is at most the sum of the variance over seeds and the variance over
@@ -402,7 +439,7 @@ def _format_difference(pairs: Sequence[tuple[Confirmed, Confirmed]]) -> str:
     the smaller of their degrees of freedom. An effect with a single level, such as questions
     without blocks, is left out.
     """
-    by_seed = [score.objective - other.objective for score, other in pairs]
+    by_seed = [figure.mean - other.mean for figure, other in pairs]
     blocks = [
         np.subtract(a.blocks, b.blocks) for a, b in pairs if a.blocks and b.blocks
     ]
@@ -410,7 +447,7 @@ def _format_difference(pairs: Sequence[tuple[Confirmed, Confirmed]]) -> str:
     mean = statistics.mean(by_seed)
     effects = [effect for effect in (by_seed, by_block) if len(effect) > 1]
     if not effects:
-        return f"{mean:.2f}"
+        return f"{mean:.{digits}f}"
     variance = sum(statistics.variance(effect) / len(effect) for effect in effects)
     width = _t_quantile(min(map(len, effects)) - 1) * math.sqrt(variance)
-    return f"{mean:.2f} ± {width:.2f}"
+    return f"{mean:.{digits}f} ± {width:.{digits}f}"

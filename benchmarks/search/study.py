@@ -228,11 +228,13 @@ class Study:
                 previous
                 and previous.digest == state.digest
                 and previous.evaluator == evaluator.name
+                and previous.accuracy_blocks
             ):
                 continue
             answers = answer(state)
             objective = answers.relative_to(answer(None), ())
             blocks = np.array_split(objective, min(_BLOCKS, count))
+            rights = np.array_split(np.array(answers.right), len(blocks))
             confirmed[name] = Confirmed(
                 questions=count,
                 evaluator=evaluator.name,
@@ -240,6 +242,9 @@ class Study:
                 objective=round(float(objective.mean()), 6),
                 accuracy=round(answers.accuracy, 6),
                 blocks=tuple(round(float(block.mean()), 4) for block in blocks),
+                accuracy_blocks=tuple(
+                    round(float(right.mean()), 4) for right in rights
+                ),
             )
             log_progress(f"{name}: {confirmed[name].objective:+.4f}")
             content = CONFIRMED.dump_json(confirmed, indent=1)

@@ -17,7 +17,7 @@ from benchmarks.search.results import (
     _CURVE_SHARES,
     BASE,
     Confirmed,
-    _format_difference,
+    _format_both,
     _format_mean,
     format_tables,
     read_confirmed,
@@ -234,14 +234,16 @@ def test_intervals_of_differences_are_over_seeds_and_questions() -> None:
             evaluator="e",
             digest="d",
             objective=mean,
-            accuracy=0.0,
+            accuracy=mean / 10,
             blocks=blocks,
+            accuracy_blocks=tuple(block / 10 for block in blocks),
         )
 
     base = score(0.0, 0.0)
-    assert _format_difference([(score(1.0, 3.0), base)]) == "2.00 ± 12.71"
+    assert _format_both([(score(1.0, 3.0), base)]) == ("2.00 ± 12.71", "20.0 ± 127.1")
     both = [(score(1.0, 3.0), base), (score(2.0, 2.0), base)]
-    assert _format_difference(both) == "2.00 ± 6.36", "the seeds agree in their means"
+    nats, points = _format_both(both)
+    assert (nats, points) == ("2.00 ± 6.36", "20.0 ± 63.6"), "the seeds' means agree"
 
 
 @pytest.fixture
