@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from benchmarks import BenchmarkError
 from benchmarks.common.client import Client
 from benchmarks.common.report import (
     command_line,
     format_environment,
+    format_estimate,
     format_spread,
     log_progress,
 )
@@ -27,6 +31,7 @@ from benchmarks.common.requests import (
     encode_picture,
 )
 from benchmarks.common.shapes import draw_words, write_clip, write_shape
+from benchmarks.cost.turns import Table as RowTable
 from benchmarks.server import Server, ServerDied, serve
 from benchmarks.yardsticks.examples import CLIP, LLAVA, draw_examples
 from vllm_autoprune import load_state
@@ -40,7 +45,7 @@ from vllm_autoprune.backbones import (
 from vllm_autoprune.http_client import Metrics
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.report import Table
-from vllm_autoprune.statistics import Spread
+from vllm_autoprune.statistics import Estimate, Spread
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 _POLICIES = (
@@ -70,15 +75,18 @@ _NOTES = (
     "are measured with the layers that are served, and include the whole vision tower: with fewer, "
     "their ratios are smaller.",
     "Tokens of the full model are counted as published: without a newline for each row.",
-    "Prefill and decode: means of vLLM's own times, of which prefill includes vision tower and "
-    "selection. TTFT: at the client. One request at a time, always a new image.",
+    "Prefill and decode: vLLM's own times of each request, of which prefill includes vision tower "
+    "and selection. TTFT: at the client. One request at a time, always a new image. Medians with "
+    "quartiles; times as fast: ratio of the medians, with its 95 % interval over requests.",
+    "TFLOPs, K and KV follow from the shape, so they have no interval.",
 )
 _COLUMNS = (
     "method",
     "K",
     "TFLOPs",
     "prefill, ms",
-    "TTFT, ms: median (quartiles)",
+    "times as fast",
+    "TTFT, ms",
     "decode, ms/token",
     "KV, MiB",
 )
@@ -152,6 +160,32 @@ class _Model:
             shape.tokens if arm == _FULL else tokens, ranking_layers=layers
         )
 
+    def describe(self, budget: int) -> str:
+        """Name, served depth and K, for the head of a table."""
+        layers = self.shape.layers
+        depth = self.published.layers
+        served = f"{layers}" if layers == depth else f"{layers} of {depth}"
+        return f"{self.name}, {served} language layers served, K = {budget}"
+
+    def write_rows(
+        self, table: RowTable, budget: int, arms: Mapping[str, _Measurement | str]
+    ) -> None:
+        """Add the same figures as rows of ``docs/data``."""
+        full = arms[_FULL]
+        assert not isinstance(full, str)
+        for arm, measured in arms.items():
+            if isinstance(measured, str):
+                continue
+            setting = f"{self.describe(budget)}; {arm}"
+            cost = self.compute_cost(arm, budget, measured.visual_tokens)
+            table.add("visual tokens", setting, float(cost.tokens), "tokens")
+            table.add("FLOPs", setting, cost.teraflops, "TFLOP")
+            table.add("KV cache", setting, cost.kv_mib, "MiB")
+            for what in ("prefill", "ttft", "decode"):
+                table.add(what, setting, Spread.of(getattr(measured, what)), "s")
+            ratio = measured.compare_prefill(full)
+            table.add("prefill, times as fast as full", setting, ratio, "")
+
     def format_table(self, budget: int, arms: Mapping[str, _Measurement | str]) -> str:
         """The table in Markdown, the full model first, and notes on its columns."""
         full = arms[_FULL]
@@ -164,25 +198,19 @@ class _Model:
                 rows.append([arm, f"not served: {measured}", *empty])
                 continue
             cost = self.compute_cost(arm, budget, measured.visual_tokens)
-            faster = full.prefill / measured.prefill
             rows.append(
                 [
                     arm,
                     f"{cost.tokens:g}",
                     f"{cost.teraflops:.4g} ({full_cost.flops / cost.flops:.1f}x fewer)",
-                    f"{1000 * measured.prefill:.1f} ({faster:.2f}x faster)",
+                    format_spread(Spread.of(measured.prefill)),
+                    format_estimate(measured.compare_prefill(full), digits=2),
                     format_spread(Spread.of(measured.ttft)),
-                    f"{1000 * measured.decode:.2f}",
+                    format_spread(Spread.of(measured.decode)),
                     f"{cost.kv_mib:.4g}",
                 ]
             )
-        layers = self.shape.layers
-        depth = self.published.layers
-        served = f"{layers}" if layers == depth else f"{layers} of {depth}"
-        head = (
-            f"{self.name}, {served} language layers served, K = {budget}; "
-            f"{len(full.ttft)} requests a row\n"
-        )
+        head = f"{self.describe(budget)}; {len(full.ttft)} requests a row\n"
         notes = (f"- {note}" for note in _NOTES)
         return "\n".join([head, Table("", _COLUMNS, rows).markdown(), "", *notes])
 
@@ -192,34 +220,63 @@ class _Measurement(FrozenModel):
 
     ttft: tuple[float, ...]
     """Time to first token at the client, with HTTP, image processor and vision tower."""
-    prefill: float
-    """Mean time in the engine: vLLM's ``request_prefill_time_seconds``, vision tower included."""
-    decode: float
-    """Mean time per token after the first, from vLLM's ``request_decode_time_seconds``."""
+    prefill: tuple[float, ...]
+    """Of each request, in the engine: vLLM's ``request_prefill_time_seconds``, vision tower
+    included."""
+    decode: tuple[float, ...]
+    """Of each request per token after the first, from ``request_decode_time_seconds``."""
     visual_tokens: float | None
     """Kept tokens of an image by the plugin's count; None without the plugin."""
+
+    def compare_prefill(self, full: _Measurement) -> Estimate:
+        """How many times as fast as the full model's the prefill of the same requests is."""
+        return Estimate.ratio_of_medians(full.prefill, self.prefill)
 
     @classmethod
     def of(cls, server: Server, requests: Sequence[bytes]) -> _Measurement:
         """Warm up a server, then send it all requests, one at a time."""
         client = Client(server.url, timeout=900)
         client.send_all(requests[:_WARM_UP])
-        warm = Metrics(server.get("/metrics"))
-        records = client.send_all(requests[_WARM_UP:])
-        gained = Metrics(server.get("/metrics")).since(warm)
-        prefill, decode = (
-            (gained.total(f"vllm:request_{stage}_time_seconds_sum") or 0.0)
-            / len(records)
-            for stage in ("prefill", "decode")
-        )
+        warm = _read_metrics(server, _WARM_UP)
+        metrics = warm
+        ttft = []
+        times: dict[str, list[float]] = {"prefill": [], "decode": []}
+        for number, request in enumerate(requests[_WARM_UP:], _WARM_UP + 1):
+            (record,) = client.send_all([request])
+            ttft.append(record.ttft)
+            before = metrics
+            metrics = _read_metrics(server, number)
+            gained = metrics.since(before)
+            for stage, seconds in times.items():
+                name = f"vllm:request_{stage}_time_seconds_sum"
+                seconds.append(gained.total(name) or 0.0)
+        gained = metrics.since(warm)
         images = gained.total("autoprune_images_total")
         tokens = gained.total("autoprune_visual_tokens_total", stage="after") or 0.0
         return cls(
-            ttft=tuple(record.ttft for record in records),
-            prefill=prefill,
-            decode=decode / (_ANSWER_TOKENS - 1),
+            ttft=tuple(ttft),
+            prefill=tuple(times["prefill"]),
+            decode=tuple(seconds / (_ANSWER_TOKENS - 1) for seconds in times["decode"]),
             visual_tokens=tokens / images if images else None,
         )
+
+
+def _read_metrics(server: Server, count: int) -> Metrics:
+    """Metrics of a server that has counted ``count`` requests, which it does after their answers.
+
+    Raises :class:`BenchmarkError` if it does not within seconds.
+    """
+    name = "vllm:request_prefill_time_seconds_count"
+    for _ in range(100):
+        metrics = Metrics(server.get("/metrics"))
+        if metrics.total(name) == count:
+            return metrics
+        time.sleep(0.05)
+    raise BenchmarkError.of(
+        f"{server.url}/metrics",
+        f"{name} is {metrics.total(name)} after {count} requests",
+        "let no other client ask this server",
+    )
 
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -278,7 +335,7 @@ def run(options: argparse.Namespace) -> int:
         try:
             with serve(model.folder, *flags, env=kv, log=log, patience=900) as server:
                 arms[name] = arm = _Measurement.of(server, requests)
-            log_progress(f"{name}: prefill {arm.prefill:.3f} s")
+            log_progress(f"{name}: prefill {median(arm.prefill):.3f} s")
         except ServerDied as error:
             if name == _FULL:  # every other arm is compared with it
                 raise
@@ -287,5 +344,7 @@ def run(options: argparse.Namespace) -> int:
     text = model.format_table(budget, arms)
     text += f"\n\n{format_environment()}\n\nCommand: `{shlex.join(command_line())}`\n"
     (options.out / f"{label}.md").write_text(text)
+    with (options.out / f"{label}.csv").open("w", encoding="utf-8") as file:
+        model.write_rows(RowTable(file), budget, arms)
     print(text)
     return int(any(isinstance(arm, str) for arm in arms.values()))

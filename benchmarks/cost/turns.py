@@ -16,7 +16,7 @@ from dataclasses import astuple, dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import psutil  # type: ignore[import-untyped]
 
@@ -64,10 +64,11 @@ def as_fields(entry: Mapping[str, object]) -> Mapping[str, object]:
 
 
 class Table:
-    """Rows of one command, printed as they are added."""
+    """Rows of one command, written as they are added; printed if no file is given."""
 
-    def __init__(self) -> None:
-        self._writer = csv.writer(sys.stdout, lineterminator="\n")
+    def __init__(self, file: TextIO | None = None) -> None:
+        self._file = file or sys.stdout
+        self._writer = csv.writer(self._file, lineterminator="\n")
         self._call = shlex.join(command_line())
         head = ["what", "setting", "value", "low", "high", "unit", "verdict", "command"]
         self._writer.writerow(head)
@@ -76,14 +77,18 @@ class Table:
         self,
         what: str,
         setting: str,
-        figure: Spread | Estimate,
+        figure: Spread | Estimate | float,
         unit: str,
         verdict: str = "",
     ) -> None:
-        """Add a median with quartiles, or an estimate with its 95 % interval."""
-        values = (f"{value:.4g}" for value in astuple(figure)[:3])
+        """Add a median with quartiles, an estimate with its 95 % interval, or an exact number."""
+        values = (
+            [f"{figure:.4g}", "", ""]
+            if isinstance(figure, float)
+            else [f"{value:.4g}" for value in astuple(figure)[:3]]
+        )
         self._writer.writerow([what, setting, *values, unit, verdict, self._call])
-        sys.stdout.flush()
+        self._file.flush()
 
 
 _ByArm = defaultdict[str, list[float]]

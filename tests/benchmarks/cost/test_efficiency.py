@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,6 +61,7 @@ def test_every_arm_is_served_and_has_a_row(
         def metrics() -> str:
             count = len(sent)
             lines = [f"vllm:request_prefill_time_seconds_sum {seconds * count}"]
+            lines.append(f"vllm:request_prefill_time_seconds_count {count}")
             lines.append(f"vllm:request_decode_time_seconds_sum {0.15 * count}")
             if state:
                 lines.append(f"autoprune_images_total {count}")
@@ -85,11 +87,13 @@ def test_every_arm_is_served_and_has_a_row(
         line.strip("| ").split(" | ") for line in text.split("\n") if line[:2] == "| "
     ][2:]
     assert [row[0] for row in rows] == ["full", "fastv", "divprune", "AutoPrune"]
-    assert (
-        rows[0][1] == "144"
-        and rows[0][3] == "500.0 (1.00x faster)"
-        and rows[0][5] == "10.00"
-    )
+    assert rows[0][1] == "144" and rows[0][6] == "10.0 (10.0–10.0)"
+    assert rows[0][3:5] == ["500.0 (500.0–500.0)", "1.00 (1.00–1.00)"]
     assert rows[1][1] == "not served: ValueError: no attention"
-    assert rows[2][1] == "16" and rows[2][3] == "100.0 (5.00x faster)"
+    assert rows[2][1] == "16"
+    assert rows[2][3:5] == ["100.0 (100.0–100.0)", "5.00 (5.00–5.00)"]
     assert text.strip() == (tmp_path / "mini-llava.md").read_text().strip()
+    lines = csv.DictReader((tmp_path / "mini-llava.csv").read_text().splitlines())
+    intervals = {(r["what"], r["setting"].rpartition("; ")[2]): r["low"] for r in lines}
+    times = ("prefill", "ttft", "decode", "prefill, times as fast as full")
+    assert all(intervals[what, "divprune"] for what in times)
