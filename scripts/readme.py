@@ -6,13 +6,13 @@ Run ``make demo`` first, then ``python scripts/readme.py``.
 from __future__ import annotations
 
 import csv
-import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the benchmarks are not installed
 
+from benchmarks.common.report import read_commit  # noqa: E402
 from benchmarks.policies import as_markdown as policies_table  # noqa: E402
 from vllm_autoprune.cli.output import CommandParser  # noqa: E402
 
@@ -24,16 +24,7 @@ def main() -> int:
     demo = ROOT / "out/demo"
     if (demo / "tables.md").is_file():
         parts["README.md"] = ("demo", (demo / "tables.md").read_text())
-        call = [
-            "git",
-            "log",
-            "-1",
-            "--format=%h",
-            "--abbrev=8",
-            "--",
-            "benchmarks/demo.py",
-        ]
-        commit = subprocess.check_output(call, cwd=ROOT, text=True).strip()
+        commit = read_commit("benchmarks/demo.py")
         head, *rows = csv.reader((demo / "demo.csv").read_text().splitlines())
         lines = [
             [*head, "command", "commit"],

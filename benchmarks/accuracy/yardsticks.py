@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -18,7 +19,12 @@ import numpy as np
 import torch
 
 from benchmarks.common.command import run_command
-from benchmarks.common.report import format_estimate, log_progress
+from benchmarks.common.report import (
+    command_line,
+    format_estimate,
+    log_progress,
+    read_commit,
+)
 from benchmarks.policies import SEARCH_RESULTS, SOURCE
 from benchmarks.yardsticks import YARDSTICKS, open_yardstick
 from benchmarks.yardsticks.examples import Example, draw_examples
@@ -31,6 +37,7 @@ from vllm_autoprune.statistics import ClusterBootstrap, Estimate, Floats
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.state import PruningState
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -41,6 +48,13 @@ _CONTROLS = ("resized", "random", "oracle")
 
 _BEFORE = "@merger_in"
 """Suffix of a case's name: its state ranks tokens by their features before the patch merger."""
+
+_UPON = f"{SOURCE} upon "
+"""Beginning of the name of a case that exchanges tokens as the released state does."""
+
+_EXCHANGE_BUDGETS = ("K = 36", "K = 9", "K = N/2", "K = N/16")
+"""Of each yardstick the budget at which 2 tokens are the paper's share of K, 6 %, and the one at
+which K is the paper's share of N, 6 %."""
 
 _BY_KIND = (2, ("cen_divprune", "divprune", "cdpruner", "minillava"))
 """Divisor of N, and the states, in the table of positions by kind of question."""
@@ -71,9 +85,7 @@ def _build_cases(yardstick: Yardstick, names: Sequence[str] = ()) -> list[Case]:
     for budget in yardstick.budgets:
         cases += [Case(control, budget) for control in _CONTROLS]
         for name, state in states.items():
-            if state.frames or name in yardstick.equal_policies:
-                continue
-            if not materialize(state, 16).needs <= available:
+            if not _is_measured(yardstick, name, state):
                 continue
             base = "" if name in BASE_POLICIES else state.base_policy.name
             if base and yardstick.has_one_axis and state.positions == "packed":
@@ -96,6 +108,32 @@ def _build_cases(yardstick: Yardstick, names: Sequence[str] = ()) -> list[Case]:
     return [
         case for case in cases if not names or case.name in {*names, "full", "resized"}
     ]
+
+
+def _is_measured(yardstick: Yardstick, name: str, state: PruningState) -> bool:
+    """Whether a state is for images, has its inputs here, and is not another policy by its name."""
+    if state.frames or name in yardstick.equal_policies:
+        return False
+    return materialize(state, 16).needs <= yardstick.available
+
+
+def _build_exchange(yardstick: Yardstick) -> list[Case]:
+    """The full model, then every base policy alone and with the released exchange upon it.
+
+    Both have kept tokens where the released state has them, so that they differ in the exchange
+    alone.
+    """
+    source = load_state(SOURCE)
+    cases = [Case("full", ALL_TOKENS)]
+    for budget in yardstick.budgets:
+        for name in BASE_POLICIES if budget.label in _EXCHANGE_BUDGETS else ():
+            alone = load_state(name).model_copy(update={"positions": source.positions})
+            if _is_measured(yardstick, name, alone):
+                update = {"base_policy": alone.base_policy}
+                upon = source.model_copy(update=update)
+                cases.append(Case(name, budget, state=alone))
+                cases.append(Case(f"{_UPON}{name}", budget, state=upon, base=name))
+    return cases
 
 
 @dataclass(frozen=True)
@@ -203,7 +241,14 @@ def _measure(
 
 
 def _as_csv(rows: Sequence[_Row]) -> str:
-    """One row a line; an estimate has three columns, with its 95 % interval ``low`` to ``high``."""
+    """One row a line; an estimate has three columns, with its 95 % interval ``low`` to ``high``.
+
+    Every row ends with the command that measured it, and the last commit that changed the command.
+    """
+    source = {
+        "command": shlex.join(command_line()),
+        "commit": read_commit("benchmarks/accuracy/yardsticks.py"),
+    }
     records = []
     for row in rows:
         record: dict[str, object] = {}
@@ -213,7 +258,7 @@ def _as_csv(rows: Sequence[_Row]) -> str:
                 figures = value or dict.fromkeys(("value", "low", "high"))
                 record |= {name: figures["value"]}
                 record |= {f"{name}_{side}": figures[side] for side in ("low", "high")}
-        records.append(record)
+        records.append(record | source)
     text = io.StringIO()
     writer = csv.DictWriter(text, records[0], lineterminator="\n")
     writer.writeheader()
@@ -274,6 +319,36 @@ def _tabulate_positions(yardstick: Yardstick, rows: Sequence[_Row]) -> str:
     return Table("", columns, table, "-" + "r" * len(states)).markdown() + "\n"
 
 
+def _tabulate_exchange(rows: Sequence[_Row]) -> str:
+    """Points that the exchange gains upon each base policy, a column for each budget."""
+    columns: list[str] = []
+    gains: dict[str, dict[str, str]] = {}
+    for row in rows:
+        if row.less_base is not None and row.category is None:
+            column = f"{row.yardstick}, {row.budget}"
+            if column not in columns:
+                columns.append(column)
+            base = row.name.removeprefix(_UPON)
+            gain = row.less_base
+            text = f"{gain.value:+.1f} ({gain.low:+.1f} to {gain.high:+.1f})"
+            gains.setdefault(base, {})[column] = text
+    table = [
+        [f"`{base}`", *(by_column.get(column, "-") for column in columns)]
+        for base, by_column in gains.items()
+    ]
+    return Table("", ["upon", *columns], table).markdown() + "\n"
+
+
+def _write_parts(page: Path, parts: Mapping[str, str]) -> None:
+    """Write each part of a page between ``<!-- name -->`` and ``<!-- /name -->``."""
+    text = page.read_text(encoding="utf-8")
+    for name, part in parts.items():
+        head, begin, tail = text.partition(f"<!-- {name} -->\n")
+        _, end, tail = tail.partition(f"<!-- /{name} -->")
+        text = f"{head}{begin}\n{part}\n{end}{tail}"
+    page.write_text(text, encoding="utf-8")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the tables, and update the documentation if a flag asks for it.
 
@@ -305,7 +380,11 @@ def _run(arguments: Sequence[str] | None) -> None:
         default=[],
         help="names, or files of states (default: all)",
     )
-    text = "also write docs/accuracy.md's tables and docs/data/accuracy.csv"
+    text = (
+        "instead compare every base policy with the released exchange of tokens upon it"
+    )
+    add("--exchange", action="store_true", help=text)
+    text = "also write the tables of docs/accuracy.md, or claims.md, and their rows in docs/data"
     add("--write-docs", action="store_true", help=text)
     options = parser.parse_args(arguments)
     # The last bits of pictures depend on the number of threads.
@@ -315,28 +394,28 @@ def _run(arguments: Sequence[str] | None) -> None:
     positions = ""
     for name in options.yardsticks:
         yardstick = open_yardstick(name, options.checkpoint)
-        cases = _build_cases(yardstick, options.methods)
+        cases = (
+            _build_exchange(yardstick)
+            if options.exchange
+            else _build_cases(yardstick, options.methods)
+        )
         examples = draw_examples(options.split, options.images, yardstick.key)
         rows = list(_measure(yardstick, cases, examples))
         parts.append(_as_markdown(yardstick, rows, options.split))
         all_rows += rows
-        if yardstick.has_one_axis and not options.methods:
+        if yardstick.has_one_axis and not (options.methods or options.exchange):
             positions = _tabulate_positions(yardstick, rows)
-    tables = {"yardsticks": "\n".join(parts)} | (
-        {"positions": positions} if positions else {}
-    )
+    tables = {"yardsticks": "\n".join(parts)}
+    if options.exchange:
+        tables = {"exchange": _tabulate_exchange(all_rows)}
+    elif positions:
+        tables["positions"] = positions
     print(*tables.values(), sep="\n", end="")
     if options.write_docs:
-        path = _DOCS / "accuracy.md"
-        text = path.read_text(encoding="utf-8")
-        for name, table in tables.items():
-            head, begin, tail = text.partition(f"<!-- {name} -->\n")
-            _, end, tail = tail.partition(f"<!-- /{name} -->")
-            text = f"{head}{begin}\n{table}\n{end}{tail}"
-        path.write_text(text, encoding="utf-8")
-        (_DOCS / "data" / "accuracy.csv").write_text(
-            _as_csv(all_rows), encoding="utf-8"
-        )
+        page = "claims.md" if options.exchange else "accuracy.md"
+        data = "exchange.csv" if options.exchange else "accuracy.csv"
+        _write_parts(_DOCS / page, tables)
+        (_DOCS / "data" / data).write_text(_as_csv(all_rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -69,6 +70,13 @@ def command_line() -> tuple[str, ...]:
     return tuple(
         re.sub("(\0--(?:api-key|header)[\0=])[^\0]*", r"\1***", text).split("\0")
     )
+
+
+def read_commit(*paths: str) -> str:
+    """Last commit that changed any of these paths of the repository, in eight digits."""
+    call = ["git", "log", "-1", "--format=%h", "--abbrev=8", "--", *paths]
+    root = Path(__file__).resolve().parents[2]
+    return subprocess.check_output(call, cwd=root, text=True).strip()
 
 
 def format_estimate(
