@@ -11,6 +11,7 @@ from typing import get_args
 
 from benchmarks.common.command import run_command
 from benchmarks.policies import QUOTAS
+from benchmarks.search.agreement import format_agreement, list_recorded
 from benchmarks.search.evaluator import write_data
 from benchmarks.search.results import format_tables, read_results
 from benchmarks.search.runs import RunStatistics, format_runs, summarize_proposers
@@ -144,6 +145,11 @@ def print_runs(options: argparse.Namespace) -> None:
     print_result(options, record, format_runs(runs, proposers).rstrip())
 
 
+def print_agreement(options: argparse.Namespace) -> None:
+    """Print how many wins in nats of recorded searches are wins in right answers."""
+    print(format_agreement(options.paths or list_recorded()))
+
+
 def replay_proposed(options: argparse.Namespace) -> None:
     """Replay the searches that a capable language model proposed for."""
     for recording in sorted(PROPOSED.glob("*.jsonl")):
@@ -246,6 +252,17 @@ _COMMANDS: Mapping[
         [
             argument("ledgers", type=Path, nargs="+", help="ledgers of searches"),
             argument("--json", action="store_true", help="print JSON"),
+        ],
+    ),
+    "agreement": (
+        print_agreement,
+        [
+            argument(
+                "paths",
+                type=Path,
+                nargs="*",
+                help="folders of studies, or ledgers; default: those of the repository",
+            )
         ],
     ),
     "replay": (replay_proposed, []),

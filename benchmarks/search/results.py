@@ -24,11 +24,14 @@ from offline_search.settings import Settings, Space
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.report import Table
 from vllm_autoprune.statistics import correlate_ranks
+from vllm_autoprune.tpdsl.loading import load_state
 
 BASE = "base policy"
 """Name under which the base policy alone is confirmed."""
 _IN_POINTS = "the same, points"
 """Column of a difference of accuracy, behind the one of the same difference in nats."""
+_RELEASED_STRENGTH = 0.006
+"""Largest strength of blending that the authors' search could choose."""
 _CURVE_SHARES = (0.1, 0.2, 0.4, 1.0)
 """Shares of the search's answers after which its best objective so far is reported."""
 
@@ -41,6 +44,12 @@ class _Winner(FrozenModel):
     gain: float = Field(description="objective less the base policy's")
     accuracy: float
     state: dict[str, JsonValue]
+
+    @property
+    def blends(self) -> bool:
+        """Whether kept rows change by dropped ones, and by more than the released policy's."""
+        reassembly = load_state(self.state).model_dump(mode="json")["reassembly"]
+        return bool(reassembly.get("strength", 0.0) > _RELEASED_STRENGTH)
 
 
 class _Leader(FrozenModel):
@@ -255,7 +264,7 @@ def _tabulate_searches(
             (result, result.winner) for result in results if result.winner is not None
         ]
         if not ended:
-            rows.append([arm, "0", *[""] * 4, share])
+            rows.append([arm, "0", *[""] * 5, share])
             continue
         winners = [winner for _, winner in ended]
         rows.append(
@@ -266,6 +275,7 @@ def _tabulate_searches(
                 _format_mean([winner.gain for winner in winners]),
                 _format_mean([100 * winner.accuracy for winner in winners], 1),
                 f"{statistics.mean(result.answers for result, _ in ended):.0f}",
+                f"{sum(winner.blends for winner in winners)}",
                 share,
             ]
         )
@@ -285,10 +295,11 @@ def _tabulate_searches(
         "gain over base",
         "accuracy %",
         "answers",
+        "winners that blend",
     ]
     shares = (f"{share:.0%}" for share in _CURVE_SHARES)
     return [
-        Table("", [*head, "invalid %"], rows, "lrrrrrr"),
+        Table("", [*head, "invalid %"], rows, "lrrrrrrr"),
         Table("", ["search objective after", *shares], curves, "lrrrr"),
     ]
 
@@ -402,12 +413,14 @@ def _format_mean(values: Sequence[float], digits: int = 4) -> str:
     if len(values) < 2:
         return f"{mean:.{digits}f}"
     width = (
-        _t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+        quantile_of_t(len(values) - 1)
+        * statistics.stdev(values)
+        / math.sqrt(len(values))
     )
     return f"{mean:.{digits}f} ± {width:.{digits}f}"
 
 
-def _t_quantile(freedom: int) -> float:
+def quantile_of_t(freedom: int) -> float:
     """Two-sided 95 % quantile of Student's t distribution.
 
     Beyond the table it is expanded around the normal quantile (Abramowitz and Stegun, 26.7.5),
@@ -449,5 +462,5 @@ def _format_difference(
     if not effects:
         return f"{mean:.{digits}f}"
     variance = sum(statistics.variance(effect) / len(effect) for effect in effects)
-    width = _t_quantile(min(map(len, effects)) - 1) * math.sqrt(variance)
+    width = quantile_of_t(min(map(len, effects)) - 1) * math.sqrt(variance)
     return f"{mean:.{digits}f} ± {width:.{digits}f}"

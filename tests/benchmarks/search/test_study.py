@@ -209,7 +209,7 @@ def test_a_language_model_is_asked_by_the_arms_that_name_it(
     assert results["autoprune-0"].invalid == results["autoprune-0"].candidates == 25
     text = format_tables(tmp_path / "b", arms, [0])
     assert (
-        "| autoprune | 0 |  |  |  |  | 100 |" in text
+        "| autoprune | 0 |  |  |  |  |  | 100 |" in text
         and "| autoprune+@none | 1 |" in text
     )
 
