@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from benchmarks.common.command import run_command
+from benchmarks.common.report import command_line
 from benchmarks.yardsticks.scenes import WORDS
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.evaluation.pictures import _decode
@@ -171,8 +173,11 @@ def _count() -> None:
         "marks",
         "dropped",
         "dropped_of_one_colour",
+        "command",
     )
-    csv.writer(sys.stdout, lineterminator="\n").writerows((head, *count_losses()))
+    command = shlex.join(command_line())
+    rows = [[*row, command] for row in count_losses()]
+    csv.writer(sys.stdout, lineterminator="\n").writerows((head, *rows))
 
 
 if __name__ == "__main__":

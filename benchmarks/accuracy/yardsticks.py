@@ -320,7 +320,7 @@ def _tabulate_positions(yardstick: Yardstick, rows: Sequence[_Row]) -> str:
 
 
 def _tabulate_exchange(rows: Sequence[_Row]) -> str:
-    """Points that the exchange gains upon each base policy, a column for each budget."""
+    """Points that the exchange gains upon each base policy ± the longer side of the interval."""
     columns: list[str] = []
     gains: dict[str, dict[str, str]] = {}
     for row in rows:
@@ -330,7 +330,8 @@ def _tabulate_exchange(rows: Sequence[_Row]) -> str:
                 columns.append(column)
             base = row.name.removeprefix(_UPON)
             gain = row.less_base
-            text = f"{gain.value:+.1f} ({gain.low:+.1f} to {gain.high:+.1f})"
+            width = max(gain.high - gain.value, gain.value - gain.low)
+            text = f"{gain.value:+.1f}±{width:.1f}"
             gains.setdefault(base, {})[column] = text
     table = [
         [f"`{base}`", *(by_column.get(column, "-") for column in columns)]
@@ -384,7 +385,7 @@ def _run(arguments: Sequence[str] | None) -> None:
         "instead compare every base policy with the released exchange of tokens upon it"
     )
     add("--exchange", action="store_true", help=text)
-    text = "also write the tables of docs/accuracy.md, or claims.md, and their rows in docs/data"
+    text = "also write docs/data/exchange.csv, or accuracy.csv and docs/accuracy.md's tables"
     add("--write-docs", action="store_true", help=text)
     options = parser.parse_args(arguments)
     # The last bits of pictures depend on the number of threads.
@@ -412,9 +413,9 @@ def _run(arguments: Sequence[str] | None) -> None:
         tables["positions"] = positions
     print(*tables.values(), sep="\n", end="")
     if options.write_docs:
-        page = "claims.md" if options.exchange else "accuracy.md"
         data = "exchange.csv" if options.exchange else "accuracy.csv"
-        _write_parts(_DOCS / page, tables)
+        if not options.exchange:
+            _write_parts(_DOCS / "accuracy.md", tables)
         (_DOCS / "data" / data).write_text(_as_csv(all_rows), encoding="utf-8")
 
 

@@ -22,6 +22,7 @@ from vllm_autoprune.errors import StateError
 from vllm_autoprune.evaluation.scoring import Aggregates
 from vllm_autoprune.statistics import Estimate
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.loading import load_state
 
 Json = dict[str, Any]
 
@@ -169,6 +170,33 @@ def test_positions_are_compared_by_kind_of_question(
         "| text | 0.0→0.0 |",
     ]
     assert "@packed" not in yardsticks._as_markdown(yardstick, rows)
+
+
+def test_the_exchange_is_compared_with_the_base_policy_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cases = {case.name: case for case in yardsticks._build_exchange(MiniLlava())}
+    upon = cases["autoprune upon trim"]
+    alone = cases[upon.base].state
+    released = load_state("autoprune")
+    assert upon.state is not None and alone is not None
+    assert upon.state.base_policy == alone.base_policy != released.base_policy
+    assert upon.state.scoring == released.scoring
+    assert upon.state.positions == alone.positions == released.positions == "packed"
+
+    monkeypatch.setattr(yardsticks, "_EXCHANGE_BUDGETS", ("K = 2",))
+    yardstick = SampleYardstick("divprune")
+    image = torch.zeros(3, 2, 2)
+    examples = [
+        Example(n, image, f"{kind} {n}?", "yes", kind, None, ())
+        for n in range(4)
+        for kind in ("digit", "text")
+    ]
+    exchange = yardsticks._build_exchange(yardstick)
+    rows = list(yardsticks._measure(yardstick, exchange, examples))
+    table = yardsticks._tabulate_exchange(rows).splitlines()
+    assert table[0] == "| upon | sample, K = 2 |"
+    assert {"| `divprune` | +50.0±0.0 |", "| `norm` | +0.0±0.0 |"} <= {*table}
 
 
 def recompute(table: Json, row: Json, without: Collection[str] = ()) -> Aggregates:
