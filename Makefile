@@ -91,7 +91,7 @@ policies: venv ## shipped states, loaded and safety-checked
 docs: venv ## build the documentation site in out/site, links checked
 	@echo "docs: mkdocs"
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
-	@echo "docs: out/site/index.html"
+	@echo "docs: out/site/index.html; with its search: python -m http.server -d out/site"
 
 # Of a minor version: mike calls `mkdocs` by name, so the environment is put first in PATH.
 docs-version: venv ## build the site of this version into the local branch gh-pages (pushes nothing)

@@ -2,7 +2,10 @@
 
 The reference of atoms and the JSON Schema of states are generated here and are not in git.
 
-A link to a file outside docs becomes the path of the file; a missing file stops the build. ``\\|``
+The front page has README's picture and the tables of its demo in place of ``<!-- demo -->``.
+
+A link to a file outside docs leads to the repository if its address is given, and else becomes the
+path of the file; a missing file stops the build. ``\\|``
 in code within a table is shown as a plain ``|`` in the repository, but would keep its backslash on
 the site.
 """
@@ -23,15 +26,17 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 _LINK = re.compile(r"\[([^\]]*)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
+_DEMO = "<!-- demo -->\n"
 _CODE = re.compile(r"`[^`\n]+`")
 
 
-def _adapt_page(text: str, page: str) -> str:
-    """Replace links to files outside docs by their paths, and ``\\|`` in code by ``|``.
+def _adapt_page(text: str, page: str, repository: str | None = None) -> str:
+    """Replace links to files outside docs, ``\\|`` in code by ``|``, and the mark of the demo.
 
-    ``page`` is the path of the page within docs. Raises FileNotFoundError for a link to a missing
-    file.
+    ``page`` is the path of the page within docs, and ``repository`` the address of the repository.
+    Raises FileNotFoundError for a link to a missing file.
     """
+    text = text.replace(_DEMO, _read_demo()) if _DEMO in text else text
     folder = posixpath.join("docs", posixpath.dirname(page))
 
     def replace(match: re.Match[str]) -> str:
@@ -42,12 +47,22 @@ def _adapt_page(text: str, page: str) -> str:
             raise FileNotFoundError(
                 f"{page} links to {path}, which is not in the repository"
             )
+        if repository:
+            return f"[{match[1]}]({repository}/blob/main/{path}{match[3] or ''})"
         return f"{match[1]} (`{path}` in the repository)"
 
     # Only in code, where mkdocs does not divide cells at a plain |.
     return _CODE.sub(
         lambda match: match[0].replace("\\|", "|"), _LINK.sub(replace, text)
     )
+
+
+def _read_demo() -> str:
+    """README's picture and the tables of its demo, with links as in docs."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    begin = readme.index("![")
+    end = readme.index("<!-- /demo -->")
+    return readme[begin:end].replace("](docs/", "](")
 
 
 def on_files(files: Files, *, config: MkDocsConfig, **_: object) -> None:
@@ -78,6 +93,8 @@ def _generate_files() -> dict[str, str]:
     }
 
 
-def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
+def on_page_markdown(
+    markdown: str, *, page: Page, config: MkDocsConfig, **_: object
+) -> str:
     """Called by mkdocs with the source of every page."""
-    return _adapt_page(markdown, page.file.src_uri)
+    return _adapt_page(markdown, page.file.src_uri, config.repo_url)

@@ -478,6 +478,17 @@ def test_links_to_files_outside_docs_become_paths() -> None:
         _adapt_page("[x](../../nosuch.md)", "studies/search.md")
 
 
+def test_the_front_page_has_the_demo_and_links_lead_to_the_repository() -> None:
+    front = _adapt_page((DOCS / "index.md").read_text(encoding="utf-8"), "index.md")
+    assert "](images/" in front and "| all tokens |" in front
+    assert "](data/demo.csv)" in front
+    link = "[how](../CONTRIBUTING.md#x)"
+    assert _adapt_page(link, "faq.md") == "how (`CONTRIBUTING.md` in the repository)"
+    address = "https://example.org/project"
+    there = f"[how]({address}/blob/main/CONTRIBUTING.md#x)"
+    assert _adapt_page(link, "faq.md", address) == there
+
+
 def test_the_site_has_every_page_once_and_what_the_commands_print(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
