@@ -15,11 +15,11 @@ _SINGLE = "\nAnswer the question with a single word."
 """lmms-eval appends this to ChartQA's questions."""
 
 
-@data_set("imgname query label")
+@data_set("imgname query label", others="type image")
 @data_set("image query label human_or_machine")
 @data_set("type question answer image", when={"type": ("human_test", "augmented_test")})
 def read_chartqa(record: Record) -> AskedQuestion:
-    """A question of ChartQA, from its own JSON or one of the Hub's forms."""
+    """A question of ChartQA, from its own JSON, or its authors' or others' form on the Hub."""
     fields = record.fields
     image = fields.get("image")
     if image is None and (name := fields.get("imgname")) is not None:
@@ -40,7 +40,7 @@ def read_chartqa(record: Record) -> AskedQuestion:
 )
 @data_set(
     "questionId question image_url data_split",
-    others="image image_local_name answers answer_type ocr ocr_output_file",
+    others="image image_local_name answers answer_type ocr ocr_output_file operation/reasoning",
 )
 def read_docvqa(record: Record) -> AskedQuestion:
     """A question of DocVQA or InfographicVQA."""

@@ -11,7 +11,11 @@ from vllm_autoprune.evaluation.data_sets.registry import (
 )
 
 
-@data_set("image text label", others="question_id category", without="question answer")
+@data_set(
+    "image text label",
+    others="question_id image_id category",
+    without="question answer",
+)
 @data_set("question_id image text", others="category", without="question answer")
 @data_set("question_id video text", others="category", without="question answer")
 @data_set("question_id question answer image_source image category", others="id")
