@@ -139,7 +139,11 @@ class _Centrality(_SignalCall):
 
     def describe(self, doc: str) -> str:
         """Which curve falls with the distance."""
-        return doc if self.bias is None else doc.replace("Gaussian", "Exponential fall")
+        return (
+            doc
+            if self.bias is None
+            else doc.replace("Gaussian of", "Exponential fall with")
+        )
 
 
 class _Redundancy(_SignalCall):
