@@ -12,7 +12,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.ops.greedy import Chosen, weighted_farthest_points
+from vllm_autoprune.ops.farthest import (
+    Chosen,
+    distances,
+    weighted_farthest_points,
+)
 from vllm_autoprune.ops.rowwise import (
     find_outliers,
     gather_rows,
@@ -389,12 +393,10 @@ def _focus_and_scan(
     leading = rank_descending(phi)[:, :count]
     leading = leading.where(torch.arange(count, device=phi.device) < focus, -1)
     picks = weighted_farthest_points(
-        1 - similarity,
+        distances(similarity.clone()),
         torch.ones_like(phi),
         count,
-        Chosen(
-            torch.full_like(phi, torch.inf), torch.zeros_like(phi, dtype=torch.bool)
-        ),
+        Chosen.none(phi),
         floor=_SCAN_FLOOR,
         leading=leading,
         fill=phi,

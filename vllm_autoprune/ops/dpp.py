@@ -38,21 +38,20 @@ def greedy_map(
     if conditioned is not None:
         unconditioned = conditioned.residual > GIVEN
         eligible = unconditioned if eligible is None else eligible & unconditioned
-    implementation = _fastest_implementation(similarity.device, quality.shape[1])
+    fixed = 0 if conditioned is None else conditioned.factors.shape[1]
+    tokens = quality.shape[1]
+    implementation = fastest_implementation(similarity.device, tokens, fixed + count)
     return implementation(similarity, quality, count, anchors, eligible, conditioned)
 
 
-def compile_for(tokens: int, device: torch.device) -> None:
-    """Compile what :func:`greedy_map` runs for up to N tokens, so that no image waits for it."""
-    for power in range((tokens - 1).bit_length() + 1):
-        _fastest_implementation(device, 1 << power)
-
-
-def _fastest_implementation(device: torch.device, tokens: int) -> Callable[..., Tensor]:
+def fastest_implementation(
+    device: torch.device, tokens: int, count: int
+) -> Callable[..., Tensor]:
+    """The fastest implementation of :func:`greedy_map` that works on a device, for N and K."""
     if device.type != "cuda":
         return greedy_map_torch
     try:
         from vllm_autoprune.ops.dpp_triton import greedy_map_triton, works
     except ImportError:
         return greedy_map_torch
-    return greedy_map_triton if works(tokens) else greedy_map_torch
+    return greedy_map_triton if works(tokens, count) else greedy_map_torch

@@ -1,4 +1,4 @@
-"""Greedy selection, batched and without host syncs: farthest points, coverage, and DPPs.
+"""Greedy selection, batched and without host syncs: coverage and DPPs.
 
 Greedy MAP of a determinantal point process follows Chen et al. 2018 (incremental Cholesky
 factorisation), as CDPruner uses it. The rules beyond the rank of the kernel are [ours]: the
@@ -21,7 +21,7 @@ HUGE = 2.0**100
 """Number that replaces an infinite or NaN weight when tokens are ordered by weight alone."""
 
 
-def _fill_by_weight(
+def fill_by_weight(
     picks: Tensor, gains: Tensor, weight: Tensor, eligible: Tensor | None, floor: float
 ) -> Tensor:
     """Replace the picks whose gain is at most ``floor`` or NaN by tokens of descending weight.
@@ -40,94 +40,6 @@ def _fill_by_weight(
     key = functional.pad(key, (0, 1))
     key.scatter_(1, picks.where(gains > floor, tokens), priority.expand_as(picks))
     return key[:, :tokens].argsort(dim=1, descending=True, stable=True)[:, :count]
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """Tokens that are already chosen before the first pick of :func:`farthest_points`."""
-
-    nearest: Tensor
-    """``(B, N)``: distance of each token to the nearest chosen one; infinite if there is none."""
-    taken: Tensor
-    """``(B, N)`` bool: tokens that must not be picked, which include the chosen ones."""
-
-
-def farthest_points(distance: Tensor, count: int, chosen: Chosen) -> Tensor:
-    """Farthest-point sampling: each pick is the token farthest from all tokens chosen before it.
-
-    distance ``(B, N, N)``. Returns ``(B, count)`` int64 in pick order. Picked tokens are masked, so
-    an index never repeats, even with duplicates or NaN; ties go to the lower index
-    (:func:`argmax_within`). ``count`` must not exceed the number of tokens that are not taken.
-    """
-    batch, tokens = chosen.nearest.shape
-    offset = row_offsets(batch, tokens, distance.device)
-    rows = distance.reshape(batch * tokens, tokens)
-    finite = chosen.nearest.nan_to_num(nan=torch.inf, posinf=torch.inf)
-    nearest = finite.masked_fill(chosen.taken, -torch.inf)
-    # fmin returns the smaller number and ignores NaN, so a masked token stays at minus infinity.
-    flat = nearest.view(-1)
-    picks = []
-    for _ in range(count):
-        pick, _ = argmax_within(nearest)
-        picks.append(pick)
-        index = pick if batch == 1 else offset + pick
-        flat.index_fill_(0, index, -torch.inf)
-        torch.fmin(nearest, rows.index_select(0, index), out=nearest)
-    if not picks:
-        return torch.empty(batch, 0, dtype=torch.int64, device=nearest.device)
-    return torch.stack(picks, dim=1)
-
-
-def weighted_farthest_points(
-    distance: Tensor,
-    weight: Tensor,
-    count: int,
-    chosen: Chosen,
-    *,
-    floor: float,
-    leading: Tensor | None = None,
-    fill: Tensor | None = None,
-) -> Tensor:
-    """Farthest-point sampling by weight times distance to the tokens chosen before, in pick order.
-
-    distance ``(B, N, N)``; weight ``(B, N)``, at least 0. In an image without chosen tokens the
-    first pick is the token farthest from its nearest neighbour, whatever its weight. leading ``(B,
-    count)`` holds forced picks, which come first in their rows, and -1 for every free pick. From
-    the first score of at most ``floor`` on, picks are by descending fill ``(B, N)``, by default the
-    weight.
-    """
-    nearest = chosen.nearest
-    taken = chosen.taken
-    batch, tokens = nearest.shape
-    offset = row_offsets(batch, tokens, distance.device)
-    rows = distance.reshape(batch * tokens, tokens)
-    free = ~taken
-    begins = nearest.isinf().all(dim=1)
-    picks = []
-    gains = []
-    for step in range(count):
-        score = weight * nearest
-        if step == 0:
-            itself = torch.eye(tokens, dtype=torch.bool, device=distance.device)
-            apart = distance.masked_fill(itself, torch.inf).amin(dim=1)
-            score = torch.where(begins[:, None], apart, score)
-        pick, gain = argmax_within(score.masked_fill(taken, -torch.inf))
-        if step == 0:
-            gain = gain.masked_fill(begins[:, None], torch.inf)
-        if leading is not None:
-            forced = leading[:, step] >= 0
-            pick = torch.where(forced, leading[:, step], pick)
-            gain = gain.masked_fill(forced[:, None], torch.inf)
-        picks.append(pick)
-        gains.append(gain)
-        taken = taken.scatter(1, pick[:, None], True)
-        # fmin ignores NaN, which minimum would spread to all tokens.
-        nearest = torch.fmin(nearest, rows.index_select(0, offset + pick))
-    if not picks:
-        return torch.empty(batch, 0, dtype=torch.int64, device=nearest.device)
-    fill = weight if fill is None else fill
-    order = torch.stack(picks, dim=1)
-    return _fill_by_weight(order, torch.cat(gains, dim=1), fill, free, floor)
 
 
 def greedy_coverage(
@@ -174,7 +86,7 @@ def greedy_coverage(
             reached = torch.maximum(reached, by_row.index_select(0, pick)[0])
     order = torch.cat(picks).view(batch, count)
     gained = torch.cat(gains).view(batch, count)
-    return _fill_by_weight(order, gained, weight, ~taken, floor)
+    return fill_by_weight(order, gained, weight, ~taken, floor)
 
 
 EXHAUSTED = 1e-10
@@ -313,7 +225,7 @@ def greedy_map_torch(
     for step in range(count):
         if anchors is not None and step < forced:
             pick = anchors[:, step]
-            # Any gain above EXHAUSTED, so that _fill_by_weight does not replace a forced pick.
+            # Any gain above EXHAUSTED, so that fill_by_weight does not replace a forced pick.
             gain = torch.ones_like(quality[:, :1])
         else:
             # Only now: an anchor may be ineligible, and its residual is needed as a pivot.
@@ -340,7 +252,7 @@ def greedy_map_torch(
                 torch.addmv(row, image_factors, factor, alpha=-1, out=row)
         pivot = residual_of_all.index_select(0, index)
         # A forced pick is kept even if its pivot is zero. A free pick with such a pivot has no
-        # gain and leaves NaN in all later gains: _fill_by_weight replaces it and all after it.
+        # gain and leaves NaN in all later gains: fill_by_weight replaces it and all after it.
         if step < forced:
             pivot.clamp_min_(DIVISOR)
         update *= pivot.rsqrt_().unsqueeze(1)
@@ -349,7 +261,7 @@ def greedy_map_torch(
         residual_of_all.index_fill_(0, index, -1.0)
     # The picks with a gain above EXHAUSTED are a prefix: gains never increase, and NaN persists.
     order = torch.stack(picks, dim=1)
-    return _fill_by_weight(order, torch.cat(gains, dim=1), quality, eligible, EXHAUSTED)
+    return fill_by_weight(order, torch.cat(gains, dim=1), quality, eligible, EXHAUSTED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from vllm_autoprune.ops.greedy import Chosen, farthest_points
+from vllm_autoprune.ops.farthest import Chosen, farthest_points
 from vllm_autoprune.ops.rowwise import FLAT
 
 _STRIPS = 4

@@ -28,7 +28,7 @@ ROUNDS = 5
 WAITING = frozenset({"prunesid"})
 """Base policies that wait for a GPU: torch.linalg.eigh reads its error codes on the host."""
 
-KERNEL = "greedy MAP in Triton"
+KERNEL = "greedy selection in Triton"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,15 @@ def find_gpu() -> torch.device | None:
 
 
 def check_kernel(device: torch.device) -> str:
-    """What is wrong with the Triton kernel on this device, or an empty text."""
+    """What is wrong with the Triton kernels on this device, or an empty text."""
     if device.type != "cuda":
         return "runs on a GPU only"
     try:
-        from vllm_autoprune.ops.dpp_triton import works
+        from vllm_autoprune.ops import dpp_triton, farthest_triton
     except ImportError as error:
         return f"cannot be imported: {error}"
-    return "" if works() else "does not work: the log says why"
+    all_work = dpp_triton.works() and farthest_triton.works()
+    return "" if all_work else "does not work: the log says why"
 
 
 def check_selections(device: torch.device) -> Iterator[_SelectionResult]:

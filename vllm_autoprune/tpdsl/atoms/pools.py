@@ -22,7 +22,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.ops.greedy import Chosen, farthest_points
+from vllm_autoprune.ops.farthest import Chosen, farthest_points
 from vllm_autoprune.ops.rowwise import (
     gather_rows,
     indices_from_mask,

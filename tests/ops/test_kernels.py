@@ -1,0 +1,125 @@
+"""Triton kernels against torch: by Triton's interpreter, up to the binary, and on a GPU.
+
+Everything but the tests on a GPU runs in processes of :mod:`tests.ops.kernel_process`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops.kernel_inputs import GREEDY_MAP, WALK, GreedyMapInputs, WalkInputs
+from vllm_autoprune.ops.dpp import fastest_implementation
+from vllm_autoprune.ops.farthest import fastest_walk, walk_torch
+from vllm_autoprune.ops.greedy import greedy_map_torch
+
+
+def run_process(command: str, **environment: str) -> dict[str, Any]:
+    """What a command of :mod:`tests.ops.kernel_process` prints."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.ops.kernel_process", command],
+        cwd=Path(__file__).resolve().parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=3600,
+    )
+    assert done.returncode == 0, done.stderr
+    printed: dict[str, Any] = json.loads(done.stdout)
+    return printed
+
+
+@cache
+def compared() -> dict[str, Any]:
+    """Picks of all inputs, in torch and in each form of the kernels."""
+    return run_process("compare", TRITON_INTERPRET="1")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"greedy MAP: {name}" for name in GREEDY_MAP),
+        *(f"farthest points: {name}" for name in WALK),
+    ],
+)
+def test_picks_of_triton_equal_those_of_torch(name: str) -> None:
+    in_torch, *in_triton = compared()[name]
+    assert len(in_triton) >= 2
+    assert all(picks == in_torch for picks in in_triton)
+    if not name.endswith("NaN"):
+        assert all(len(set(row)) == len(row) > 0 for row in in_torch)
+    if ": rounded 1" in name:
+        assert [row[0] for row in in_torch] == [0] * len(in_torch)
+
+
+@pytest.mark.parametrize(
+    "images", [12, pytest.param(300, marks=pytest.mark.exhaustive)]
+)
+def test_picks_of_triton_equal_those_of_torch_at_random_sizes(images: int) -> None:
+    differ = run_process(f"sizes-{images}", TRITON_INTERPRET="1")
+    assert differ == {"images": images, "greedy MAP": 0, "farthest points": 0}
+
+
+@pytest.mark.parametrize(
+    "gpu",
+    [90, *(pytest.param(gpu, marks=pytest.mark.exhaustive) for gpu in (80, 100, 120))],
+)  # an H100; an A100, a B200 and an RTX 5090
+def test_the_kernels_compile_for_a_gpu(gpu: int, tmp_path: Path) -> None:
+    used = run_process(
+        f"compile-{gpu}", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)
+    )
+    assert len(used) == 9
+    assert max(kernel["spilled"] for kernel in used.values()) == 0
+    read = [used[name]["vector loads"] for name in used if name.startswith("greedy")]
+    assert min(read) >= 4, "rows of factors are read one number at a time"
+    # Two programs of a shared image fit on a multiprocessor.
+    assert used["greedy MAP, 4096 → 512"]["registers"] <= 128
+
+
+def test_no_image_compiles_a_kernel_once_that_is_done_for_the_largest(
+    tmp_path: Path,
+) -> None:
+    """Greedy MAP in 6 blocks and shared; farthest points in 6 blocks, each in 5 forms."""
+    counts = run_process("count", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert counts == {"compiled": 7 + 6 * 5, "missing": 0}
+
+
+def test_torch_is_used_on_a_cpu_and_on_a_gpu_without_triton(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu = torch.device("cpu")
+    cuda = torch.device("cuda")
+    assert fastest_implementation(cpu, 64, 8) is greedy_map_torch
+    assert fastest_walk(cpu, 64) is walk_torch
+    monkeypatch.setitem(sys.modules, "vllm_autoprune.ops.dpp_triton", None)
+    monkeypatch.setitem(sys.modules, "vllm_autoprune.ops.farthest_triton", None)
+    assert fastest_implementation(cuda, 64, 8) is greedy_map_torch
+    assert fastest_walk(cuda, 64) is walk_torch
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("inputs", GREEDY_MAP.values(), ids=GREEDY_MAP)
+def test_picks_on_a_gpu_equal_torch(inputs: GreedyMapInputs) -> None:
+    from vllm_autoprune.ops.dpp_triton import greedy_map_triton, works
+
+    assert works()
+    assert inputs.picks(greedy_map_triton, "cuda") == inputs.picks(greedy_map_torch)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("inputs", WALK.values(), ids=WALK)
+def test_farthest_points_on_a_gpu_equal_torch(inputs: WalkInputs) -> None:
+    from vllm_autoprune.ops.farthest_triton import walk_triton, works
+
+    assert works()
+    assert inputs.picks(walk_triton, "cuda") == inputs.picks(walk_torch)
