@@ -17,6 +17,7 @@ _COMMANDS = {
     "cells": "requests/s and time to first token with blank cells dropped before the tower",
     "clips": "requests/s and time to first token of clips, beside stock vLLM and EVS",
     "efficiency": "FLOPs, prefill, decode and KV cache of each policy, as a table",
+    "launches": "kernels that a selection launches on a GPU, counted and modelled without one",
     "selection": "time of token selection, compared with the published code",
     "soak": "a pruned server under mixed load: errors, memory growth, metrics",
 }

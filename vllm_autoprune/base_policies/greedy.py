@@ -193,8 +193,7 @@ def _divprune(
     """
     sets = _Sets(tokens, budget, start, params.tile_scope == "global")
     cosine = tokens.cosine if sets.across else tokens.tile_cosine
-    distance = cosine.to(tokens.features.dtype, copy=True)
-    torch.sub(torch.ones(()), distance, out=distance)
+    distance = cosine.to(tokens.features.dtype, copy=True).neg_().add_(1)
     count = sets.shares[0]
     if start.indices.shape[1]:
         nearest = sets.nearest_given(distance)

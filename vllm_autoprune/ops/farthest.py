@@ -30,9 +30,9 @@ class Chosen:
 
 def distances(similarity: Tensor) -> Tensor:
     """Turn similarity ``(B, N, N)`` into distance 1 - similarity, in place; to itself: infinite."""
-    torch.sub(torch.ones(()), similarity, out=similarity)
-    similarity.diagonal(dim1=1, dim2=2).fill_(torch.inf)
-    return similarity
+    distance = similarity.neg_().add_(1)
+    distance.diagonal(dim1=1, dim2=2).fill_(torch.inf)
+    return distance
 
 
 def farthest_points(distance: Tensor, count: int, chosen: Chosen) -> Tensor:

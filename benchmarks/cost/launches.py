@@ -1,0 +1,234 @@
+"""`python -m benchmarks.cost launches`: kernels that a selection launches on a GPU, and its time.
+
+Launches and bytes are counted on torch's ``meta`` device, where tensors have shapes and no numbers.
+The time is a model of an H100 (:class:`_Gpu`), to be checked on one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from vllm_autoprune import Grid, Instruction, VisualTokens
+from vllm_autoprune.ops import dpp, farthest
+from vllm_autoprune.ops.dpp_triton import Launch
+from vllm_autoprune.report import Table
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+
+_WIDTH = 4096
+_CLIP_WIDTH = 768
+"""D of a 7B language model, and width of CLIP's joint space."""
+
+
+@dataclass(frozen=True)
+class _Size:
+    """K tokens of T tiles of n tokens each."""
+
+    per_tile: int
+    kept: int
+    tiles: int = 1
+
+    def __str__(self) -> str:
+        tiles = "" if self.tiles == 1 else f" ({self.tiles} tiles)"
+        return f"{self.per_tile * self.tiles:,}{tiles} → {self.kept:,}"
+
+    def tokens(self, batch: int) -> VisualTokens:
+        """Images in bfloat16 on the meta device."""
+        count = self.per_tile * self.tiles
+        side = int(self.per_tile**0.5)
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(*shape, dtype=dtype, device="meta")
+
+        return VisualTokens(
+            empty(batch, count, _WIDTH, dtype=torch.bfloat16),
+            Grid(side, self.per_tile // side, self.tiles),
+            None,
+            Instruction(
+                empty(batch, count, _CLIP_WIDTH),
+                empty(batch, 1, _CLIP_WIDTH),
+                empty(batch, 1, dtype=torch.bool),
+                -1,
+            ),
+        )
+
+
+_SIZES = (_Size(576, 320, 5), _Size(1024, 128), _Size(4096, 512), _Size(16384, 2048))
+"""LLaVA-NeXT's tiles, and images of Qwen from one to sixteen megapixels."""
+
+_POLICIES = ("divprune", "cen_divprune", "cdpruner", "cen_cdpruner")
+
+
+@dataclass(frozen=True)
+class _Gpu:
+    """What a kernel takes on an H100, by published bandwidths; in seconds and bytes."""
+
+    launch: float = 6.5e-6
+    """Time of the host for a launch; the GPU waits for it where its kernels are shorter."""
+    kernel: float = 2e-6
+    """Least time of a kernel."""
+    bandwidth: float = 2.5e12
+    """Bytes a second of a kernel that uses the whole GPU."""
+    program: float = 100e9
+    """Bytes a second of one program, on one multiprocessor."""
+    meeting: float = 1.5e-6
+    """Time for all programs of an image to wait for each other."""
+    reduction: float = 1e-6
+    """Time for the threads of a program to find a maximum, and the token that has it."""
+    flops: float = 60e12
+    """Floating-point operations a second of a float32 matrix product without TF32."""
+
+    def walk(self, tokens: int, count: int, width: int) -> float:
+        """Farthest points: a row of distances, and four passes over N numbers, per pick."""
+        return count * (self.reduction + (width + 16) * tokens / self.program)
+
+    def greedy_map(self, tokens: int, count: int) -> float:
+        """DPP: all earlier factors per pick, 2 K^2 N bytes in all."""
+        factors = 2 * count * count * tokens
+        launch = Launch.of(tokens, count)
+        if not launch.shared:
+            return count * self.reduction + factors / self.program
+        bandwidth = min(self.bandwidth, launch.programs * self.program)
+        step = self.reduction + 2 * self.meeting
+        return count * step + factors / bandwidth
+
+
+@dataclass
+class _Count(TorchDispatchMode):
+    """Counts launches and adds up the time of the kernels of all operations in it."""
+
+    gpu: _Gpu
+    launches: int = 0
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        if _launches(func):
+            self.add(
+                self._kernel_seconds(func, [*args, *(kwargs or {}).values()], result)
+            )
+        return result
+
+    def add(self, seconds: float) -> None:
+        """Count a launch of a kernel that takes so long."""
+        self.launches += 1
+        self.seconds += max(self.gpu.kernel, seconds)
+
+    def _kernel_seconds(self, func: Any, inputs: list[Any], result: Any) -> float:
+        tensors = [
+            leaf for leaf in tree_leaves([inputs, result]) if isinstance(leaf, Tensor)
+        ]
+        touched = sum(leaf.numel() * leaf.element_size() for leaf in tensors)
+        seconds = touched / self.gpu.bandwidth
+        if func.overloadpacket is torch.ops.aten.mm:
+            rows, inner = inputs[0].shape
+            product = 2 * rows * inner * inputs[1].shape[1]
+            seconds = max(seconds, product / self.gpu.flops)
+        return seconds
+
+
+def _launches(func: Any) -> bool:
+    """Whether an operation launches a kernel: it makes no view, and does more than allocate."""
+    returned = [part.alias_info for part in func._schema.returns]
+    is_view = any(alias is not None and not alias.is_write for alias in returned)
+    return not is_view and "empty" not in str(func)
+
+
+@contextmanager
+def _counted_kernels(count: _Count) -> Iterator[None]:
+    """Replace both Triton kernels by ones that return uninitialised picks and are counted."""
+
+    def walk(
+        distance: Tensor,
+        nearest: Tensor,
+        first: Tensor,
+        number: int,
+        weight: Tensor | None = None,
+        leading: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        batch, tokens = nearest.shape
+        count.add(count.gpu.walk(tokens, number, distance.element_size()))
+        picks = torch.empty(batch, number, dtype=torch.int64, device="meta")
+        return picks, torch.empty(batch, number, device="meta")
+
+    def greedy_map(
+        similarity: Tensor, quality: Tensor, number: int, *rest: object
+    ) -> Tensor:
+        batch, tokens = quality.shape
+        count.add(count.gpu.greedy_map(tokens, number))
+        return torch.empty(batch, number, dtype=torch.int64, device="meta")
+
+    with (
+        patch.object(farthest, "fastest_walk", lambda *_: walk),
+        patch.object(dpp, "fastest_implementation", lambda *_: greedy_map),
+    ):
+        yield
+
+
+@dataclass(frozen=True)
+class SelectionCost:
+    """What one selection launches, and how long it takes by the model."""
+
+    launches: int
+    seconds: float
+
+    @classmethod
+    def of(
+        cls, policy: str, size: _Size, *, batch: int = 1, kernels: bool = True
+    ) -> SelectionCost:
+        """Run a base policy on the meta device, with the Triton kernels or the loops in torch."""
+        counted = _Count(_Gpu())
+        method = BASE_POLICIES[policy]
+        tokens = size.tokens(batch)
+        with _counted_kernels(counted) if kernels else nullcontext(), counted:
+            method.select(method.default_params, tokens, size.kept)
+        host = counted.launches * counted.gpu.launch
+        return cls(counted.launches, max(host, counted.seconds))
+
+
+OPTIONS = {
+    "--batch": {"type": int, "default": 1, "help": "images that are selected together"}
+}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Count and print; returns 0."""
+    rows = []
+    for policy in _POLICIES:
+        for size in _SIZES:
+            kernel = SelectionCost.of(policy, size, batch=options.batch)
+            loop = SelectionCost.of(policy, size, batch=options.batch, kernels=False)
+            rows.append(
+                (
+                    f"`{policy}`",
+                    str(size),
+                    str(kernel.launches),
+                    f"{kernel.seconds * 1e3:.1f}",
+                    f"{loop.launches:,}",
+                    f"{loop.seconds * 1e3:.1f}",
+                )
+            )
+    columns = (
+        "policy",
+        "N → K",
+        "launches",
+        "ms, modelled",
+        "launches of torch's loop",
+        "its ms, modelled",
+    )
+    print(Table("", columns, rows, align="ll").markdown())
+    return 0
