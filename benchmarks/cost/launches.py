@@ -30,7 +30,7 @@ _CLIP_WIDTH = 768
 
 
 @dataclass(frozen=True)
-class _Size:
+class Size:
     """K tokens of T tiles of n tokens each."""
 
     per_tile: int
@@ -62,7 +62,7 @@ class _Size:
         )
 
 
-_SIZES = (_Size(576, 320, 5), _Size(1024, 128), _Size(4096, 512), _Size(16384, 2048))
+_SIZES = (Size(576, 320, 5), Size(1024, 128), Size(4096, 512), Size(16384, 2048))
 """LLaVA-NeXT's tiles, and images of Qwen from one to sixteen megapixels."""
 
 _POLICIES = ("divprune", "cen_divprune", "cdpruner", "cen_cdpruner")
@@ -132,6 +132,8 @@ class _Count(TorchDispatchMode):
         tensors = [
             leaf for leaf in tree_leaves([inputs, result]) if isinstance(leaf, Tensor)
         ]
+        if func.overloadpacket in _READ_AS_MUCH_AS_WRITTEN:
+            tensors = [result, result]
         touched = sum(leaf.numel() * leaf.element_size() for leaf in tensors)
         seconds = touched / self.gpu.bandwidth
         if func.overloadpacket is torch.ops.aten.mm:
@@ -139,6 +141,9 @@ class _Count(TorchDispatchMode):
             product = 2 * rows * inner * inputs[1].shape[1]
             seconds = max(seconds, product / self.gpu.flops)
         return seconds
+
+
+_READ_AS_MUCH_AS_WRITTEN = (torch.ops.aten.index_select, torch.ops.aten.gather)
 
 
 def _launches(func: Any) -> bool:
@@ -188,7 +193,7 @@ class SelectionCost:
 
     @classmethod
     def of(
-        cls, policy: str, size: _Size, *, batch: int = 1, kernels: bool = True
+        cls, policy: str, size: Size, *, batch: int = 1, kernels: bool = True
     ) -> SelectionCost:
         """Run a base policy on the meta device, with the Triton kernels or the loops in torch."""
         counted = _Count(_Gpu())

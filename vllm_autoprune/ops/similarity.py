@@ -24,7 +24,10 @@ _THIN = 128
 """Number of rows below which the product of a strip is too slow to pay."""
 
 _ROWS = 576
-"""Rows that are normalised at once, over several images if these are smaller."""
+"""Rows that a CPU normalises at once, over several images if these are smaller."""
+
+_GPU_ROWS = 4096
+"""As many of a GPU, which a launch for each small image would keep waiting."""
 
 _CACHED = 2**18
 """Float32 numbers that fit in the cache: 1 MiB."""
@@ -116,13 +119,15 @@ def cosines(features: Tensor, norm: Tensor) -> Tensor:
     out = torch.empty(
         batch, tokens, tokens, dtype=torch.float32, device=features.device
     )
-    together = min(batch, max(1, _ROWS // tokens))
+    on_cpu = features.device.type == "cpu"
+    at_once = _ROWS if on_cpu else _GPU_ROWS
+    together = min(batch, max(1, at_once // tokens))
     units = torch.empty(
         together, tokens, width, dtype=torch.float32, device=features.device
     )
     # On a GPU the whole product is faster than strips.
-    strips = min(_STRIPS, tokens // _THIN) if features.device.type == "cpu" else 1
-    for images in _groups(batch, tokens, _ROWS):
+    strips = min(_STRIPS, tokens // _THIN) if on_cpu else 1
+    for images in _groups(batch, tokens, at_once):
         grams = out[images]
         rows = units[: len(grams)].copy_(features[images] / length[images])
         for unit, gram in zip(rows, grams, strict=True):
@@ -226,14 +231,12 @@ def mean_dissimilarity(rows: Tensor) -> Tensor:
     alike they must not differ at all.
     """
     directions = rows / rows.norm(dim=-1, keepdim=True).clamp_min(_NONZERO_NORM)
-    means = []
-    for image in directions:
-        unit = image.double()
-        # The cosines of a token with all tokens sum to its product with the sum of all unit
-        # vectors. Its cosine with itself, 1 or 0, is not counted.
-        diagonal = image.square().sum(dim=-1).round()
-        means.append(diagonal - unit @ unit.sum(dim=0))
-    return torch.stack(means) / max(1, rows.shape[1] - 1)
+    # The cosines of a token with all tokens sum to its product with the sum of all unit vectors.
+    # Its cosine with itself, 1 or 0, is not counted.
+    diagonal = directions.square().sum(dim=-1).round()
+    units = directions.double()
+    sums = torch.stack([unit @ unit.sum(dim=0) for unit in units])
+    return (diagonal - sums) / max(1, rows.shape[1] - 1)
 
 
 def map_weight(score: Tensor, kind: WeightMap) -> Tensor:

@@ -1,0 +1,26 @@
+"""Launches of a selection: counted on the meta device, and independent of K by the kernels."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.cost.launches import SelectionCost, Size
+
+
+@pytest.mark.parametrize(
+    ("policy", "maximum"),
+    [("divprune", 40), ("cdpruner", 40), ("cen_divprune", 60), ("cen_cdpruner", 60)],
+)
+def test_a_selection_launches_as_often_for_every_budget(
+    policy: str, maximum: int
+) -> None:
+    few = SelectionCost.of(policy, Size(576, 16))
+    many = SelectionCost.of(policy, Size(576, 288))
+    assert few.launches == many.launches <= maximum
+
+
+def test_the_loop_in_torch_launches_kernels_for_every_kept_token() -> None:
+    few = SelectionCost.of("cen_divprune", Size(576, 16), kernels=False)
+    many = SelectionCost.of("cen_divprune", Size(576, 288), kernels=False)
+    assert many.launches - few.launches >= 7 * (288 - 16)
+    assert many.seconds > few.seconds
