@@ -111,7 +111,7 @@ class _Count(TorchDispatchMode):
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -236,7 +236,8 @@ def mean_dissimilarity(rows: Tensor) -> Tensor:
     diagonal = directions.square().sum(dim=-1).round()
     units = directions.double()
     sums = torch.stack([unit @ unit.sum(dim=0) for unit in units])
-    return (diagonal - sums) / max(1, rows.shape[1] - 1)
+    dissimilarity: Tensor = (diagonal - sums) / max(1, rows.shape[1] - 1)
+    return dissimilarity
 
 
 def map_weight(score: Tensor, kind: WeightMap) -> Tensor:
