@@ -160,7 +160,7 @@ def _counted_kernels(count: _Count) -> Iterator[None]:
     def walk(
         distance: Tensor,
         nearest: Tensor,
-        first: Tensor,
+        first_scores: Tensor,
         number: int,
         weight: Tensor | None = None,
         leading: Tensor | None = None,

@@ -120,7 +120,7 @@ class WalkInputs:
 
     distance: Tensor
     nearest: Tensor
-    first: Tensor
+    first_scores: Tensor
     count: int
     weight: Tensor | None = None
     leading: Tensor | None = None
@@ -134,7 +134,7 @@ class WalkInputs:
         picks, _ = walk(
             self.distance.to(device),
             self.nearest.to(device),
-            self.first.to(device),
+            self.first_scores.to(device),
             self.count,
             *optional,
         )
@@ -158,8 +158,8 @@ def _walk_inputs() -> Iterator[tuple[str, WalkInputs]]:
             WalkInputs(distance.to(dtype), rounded, rounded, 20),
         )
 
-    first = (weight * nearest).masked_fill_(taken, -torch.inf)
-    yield "weighted", WalkInputs(distance, nearest, first, 20, weight)
+    first_scores = (weight * nearest).masked_fill_(taken, -torch.inf)
+    yield "weighted", WalkInputs(distance, nearest, first_scores, 20, weight)
     nothing = torch.full_like(nearest, torch.inf)
     apart = distance.amin(dim=1)
     yield "from nothing", WalkInputs(distance, nothing, apart, 40, weight)
@@ -167,14 +167,14 @@ def _walk_inputs() -> Iterator[tuple[str, WalkInputs]]:
     leading[:2, :4] = torch.tensor([8, 2, 30, 11])
     yield "led", WalkInputs(distance, nothing, apart, 9, weight, leading)
     none = torch.zeros_like(weight)
-    yield "weights of zero", WalkInputs(distance, nearest, first, 9, none)
+    yield "weights of zero", WalkInputs(distance, nearest, first_scores, 9, none)
     broken = weight.clone()
     broken[0, 5] = torch.nan
-    yield "weight NaN", WalkInputs(distance, nearest, first, 9, broken)
+    yield "weight NaN", WalkInputs(distance, nearest, first_scores, 9, broken)
     unknown = distance.clone()
     unknown[1, 4] = torch.nan
     unknown[1, :, 4] = torch.nan
-    yield "distance NaN", WalkInputs(unknown, nearest, first, 20, weight)
+    yield "distance NaN", WalkInputs(unknown, nearest, first_scores, 20, weight)
     yield "one token", WalkInputs(distance[:, :1, :1], none[:, :1], none[:, :1], 1)
 
 

@@ -71,12 +71,12 @@ def weighted_farthest_points(
     taken = chosen.taken
     begins = chosen.nearest.isinf().all(dim=1, keepdim=True)
     apart = distance.amin(dim=1)
-    first = torch.where(begins, apart, weight * chosen.nearest)
+    first_scores = torch.where(begins, apart, weight * chosen.nearest)
     walk = fastest_walk(distance.device, distance.shape[1])
     picks, gains = walk(
         distance,
         chosen.nearest.masked_fill(taken, -torch.inf),
-        first.masked_fill(taken, -torch.inf),
+        first_scores.masked_fill(taken, -torch.inf),
         count,
         weight,
         leading,
@@ -96,7 +96,7 @@ class Walk(Protocol):
         self,
         distance: Tensor,
         nearest: Tensor,
-        first: Tensor,
+        first_scores: Tensor,
         count: int,
         weight: Tensor | None = None,
         leading: Tensor | None = None,
@@ -104,7 +104,7 @@ class Walk(Protocol):
         """Picks ``(B, count)`` int64, and the bound of :func:`argmax_within` at each of them.
 
         distance ``(B, N, N)``; nearest ``(B, N)``, minus infinity for tokens that must not be
-        picked; first ``(B, N)`` are the scores at the first pick. Later scores are ``nearest``,
+        picked; first_scores ``(B, N)`` are the scores at the first pick. Later scores are ``nearest``,
         times weight ``(B, N)`` if there is one. leading ``(B, count)`` holds forced picks, and -1.
         """
 
@@ -112,7 +112,7 @@ class Walk(Protocol):
 def walk_torch(
     distance: Tensor,
     nearest: Tensor,
-    first: Tensor,
+    first_scores: Tensor,
     count: int,
     weight: Tensor | None = None,
     leading: Tensor | None = None,
@@ -123,7 +123,7 @@ def walk_torch(
     rows = distance.reshape(batch * tokens, tokens)
     nearest = nearest.clone(memory_format=torch.contiguous_format)
     nearest_of_all = nearest.view(-1)  # of the tokens of all images, by `offset`
-    score = first
+    score = first_scores
     picks = []
     gains = []
     for step in range(count):

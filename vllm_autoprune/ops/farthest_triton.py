@@ -30,17 +30,17 @@ _LARGEST_BLOCK = 4096
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _score(
     near: tl.tensor,
-    first: tl.tensor,
+    first_scores: tl.tensor,
     weight: tl.tensor,
     token: tl.tensor,
     inside: tl.tensor,
     step: tl.tensor,
     weighted: tl.constexpr,
 ) -> tl.tensor:
-    """Scores ``(block,)`` at a pick: ``first`` at the first, then ``near``, weighted or not."""
+    """Scores ``(block,)`` at a pick: ``first_scores`` at the first, then ``near``, weighted or not."""
     lowest = -float("inf")
     if step == 0:
-        scores = tl.load(first + token, mask=inside, other=lowest).to(tl.float32)
+        scores = tl.load(first_scores + token, mask=inside, other=lowest).to(tl.float32)
     elif weighted:
         weights = tl.load(weight + token, mask=inside, other=0.0).to(tl.float32)
         scores = tl.where(near == lowest, lowest, weights * near)
@@ -55,7 +55,7 @@ def _score(
     do_not_specialize_on_alignment=(
         "distance",
         "nearest",
-        "first",
+        "first_scores",
         "weight",
         "leading",
     ),
@@ -63,7 +63,7 @@ def _score(
 def _farthest(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, numbers, constants
     distance: tl.tensor,
     nearest: tl.tensor,
-    first: tl.tensor,
+    first_scores: tl.tensor,
     weight: tl.tensor,
     leading: tl.tensor,
     picks: tl.tensor,
@@ -77,8 +77,8 @@ def _farthest(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, numb
 ) -> None:
     """Write the picks of image ``program_id(0)``, as :class:`~vllm_autoprune.ops.farthest.Walk`.
 
-    Pointers: distance ``(B, N, N)`` of any floating dtype; nearest, which is overwritten, first and
-    weight ``(B, N)`` float32; leading, picks ``(B, count)`` int64; bounds ``(B, count)`` float32.
+    Pointers: distance ``(B, N, N)`` of any floating dtype; nearest, which is overwritten,
+    first_scores and weight ``(B, N)`` float32; leading, picks ``(B, count)`` int64; bounds ``(B, count)`` float32.
     Numbers and constants:
 
     tokens: N.
@@ -91,7 +91,7 @@ def _farthest(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, numb
     image = tl.program_id(0).to(tl.int64)
     distance += image * tokens * tokens
     nearest += image * tokens
-    first += image * tokens
+    first_scores += image * tokens
     weight += image * tokens
     picks += image * count
     bounds += image * count
@@ -115,7 +115,7 @@ def _farthest(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, numb
                 near = tl.minimum(near, row.to(tl.float32))
                 near = tl.where(token == pick, lowest, near)
                 tl.store(nearest + token, near, mask=inside)
-            scores = _score(near, first, weight, token, inside, step, weighted)
+            scores = _score(near, first_scores, weight, token, inside, step, weighted)
             scores = tl.where(scores == scores, scores, highest)
             largest = tl.maximum(largest, scores)
         best = tl.max(largest, axis=0)
@@ -128,7 +128,7 @@ def _farthest(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, numb
             token = start + lane
             inside = token < tokens
             near = tl.load(nearest + token, mask=inside, other=lowest)
-            scores = _score(near, first, weight, token, inside, step, weighted)
+            scores = _score(near, first_scores, weight, token, inside, step, weighted)
             found = tl.minimum(found, tl.where(scores >= bound, token, tokens))
             broken = tl.maximum(broken, (scores != scores).to(tl.int32))
         pick = tl.min(found, axis=0)
@@ -145,7 +145,7 @@ def _farthest(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, numb
 def walk_triton(
     distance: Tensor,
     nearest: Tensor,
-    first: Tensor,
+    first_scores: Tensor,
     count: int,
     weight: Tensor | None = None,
     leading: Tensor | None = None,
@@ -162,13 +162,13 @@ def walk_triton(
     if batch == 0 or count == 0:
         return picks, bounds
     block = block or _block(tokens)
-    first = first.to(torch.float32).contiguous()
+    first_scores = first_scores.to(torch.float32).contiguous()
     nearest = nearest.to(torch.float32, copy=True).contiguous()
     _farthest[(batch,)](
         distance.contiguous(),
         nearest,
-        first,
-        first if weight is None else weight.contiguous(),  # not read if None
+        first_scores,
+        first_scores if weight is None else weight.contiguous(),  # not read if None
         picks if leading is None else leading.contiguous(),  # not read if None
         picks,
         bounds,
