@@ -104,7 +104,7 @@ class Walk(Protocol):
         """Picks ``(B, count)`` int64, and the bound of :func:`argmax_within` at each of them.
 
         distance ``(B, N, N)``; nearest ``(B, N)``, minus infinity for tokens that must not be
-        picked; first_scores ``(B, N)`` are the scores at the first pick. Later scores are ``nearest``,
+        picked; first_scores ``(B, N)`` are those of the first pick. Later scores are ``nearest``,
         times weight ``(B, N)`` if there is one. leading ``(B, count)`` holds forced picks, and -1.
         """
 

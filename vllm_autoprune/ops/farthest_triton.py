@@ -37,7 +37,7 @@ def _score(
     step: tl.tensor,
     weighted: tl.constexpr,
 ) -> tl.tensor:
-    """Scores ``(block,)`` at a pick: ``first_scores`` at the first, then ``near``, weighted or not."""
+    """Scores ``(block,)``: ``first_scores`` at the first pick, then ``near``, weighted or not."""
     lowest = -float("inf")
     if step == 0:
         scores = tl.load(first_scores + token, mask=inside, other=lowest).to(tl.float32)
@@ -78,8 +78,8 @@ def _farthest(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, numb
     """Write the picks of image ``program_id(0)``, as :class:`~vllm_autoprune.ops.farthest.Walk`.
 
     Pointers: distance ``(B, N, N)`` of any floating dtype; nearest, which is overwritten,
-    first_scores and weight ``(B, N)`` float32; leading, picks ``(B, count)`` int64; bounds ``(B, count)`` float32.
-    Numbers and constants:
+    first_scores and weight ``(B, N)`` float32; leading and picks ``(B, count)`` int64; bounds ``(B,
+    count)`` float32. Numbers and constants:
 
     tokens: N.
     count: picks of an image.
