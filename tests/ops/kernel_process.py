@@ -30,9 +30,9 @@ from tests.ops.kernel_inputs import (
     WalkInputs,
     draw_kernel,
 )
+from vllm_autoprune.ops.compilation import compile_for
 from vllm_autoprune.ops.farthest import distances, walk_torch
 from vllm_autoprune.ops.greedy import Conditioned, greedy_map_torch
-from vllm_autoprune.ops.kernels import compile_for
 
 
 class _Recorder:

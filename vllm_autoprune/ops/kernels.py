@@ -1,14 +1,9 @@
-"""Triton kernels on this machine's GPU: whether one works there, and compiling them at start-up."""
+"""Whether a Triton kernel works on this machine's GPU: its compiler or driver may be missing."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-
-import torch
-
-from vllm_autoprune.ops.dpp import fastest_implementation
-from vllm_autoprune.ops.farthest import fastest_walk
 
 logger = logging.getLogger("vllm.autoprune")
 
@@ -25,12 +20,3 @@ def agrees(trial: Callable[[], bool], kernel: str) -> bool:
     except Exception as error:  # noqa: BLE001
         logger.warning("%s runs in torch, not in Triton: %s", kernel, error)
         return False
-
-
-def compile_for(tokens: int, device: torch.device) -> None:
-    """Compile what greedy selection runs for up to N tokens, so that no image waits for it."""
-    for power in range((tokens - 1).bit_length() + 1):
-        size = 1 << power
-        fastest_walk(device, size)
-        fastest_implementation(device, size, 1)
-        fastest_implementation(device, size, size)

@@ -16,7 +16,7 @@ from vllm.model_executor.models.utils import StageMissingLayer
 from vllm.multimodal.inputs import MultiModalFlatField
 from vllm.multimodal.utils import group_and_batch_mm_items
 
-from vllm_autoprune.ops.kernels import compile_for
+from vllm_autoprune.ops.compilation import compile_for
 from vllm_autoprune.serving.api.placeholders import Placeholders
 from vllm_autoprune.serving.api.processor import make_pruned_factories
 from vllm_autoprune.serving.compat import declare_model
