@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_autoprune.ops.farthest import Walk, distances
+from vllm_autoprune.ops.farthest import distances
+from vllm_autoprune.ops.farthest_torch import Walk
 from vllm_autoprune.ops.greedy import Conditioned
 from vllm_autoprune.ops.similarity import cosines
 

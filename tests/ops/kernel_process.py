@@ -31,7 +31,8 @@ from tests.ops.kernel_inputs import (
     draw_kernel,
 )
 from vllm_autoprune.ops.compilation import compile_for
-from vllm_autoprune.ops.farthest import distances, walk_torch
+from vllm_autoprune.ops.farthest import distances
+from vllm_autoprune.ops.farthest_torch import walk_torch
 from vllm_autoprune.ops.greedy import Conditioned, greedy_map_torch
 
 

@@ -18,7 +18,8 @@ import torch
 
 from tests.ops.kernel_inputs import GREEDY_MAP, WALK, GreedyMapInputs, WalkInputs
 from vllm_autoprune.ops.dpp import fastest_implementation
-from vllm_autoprune.ops.farthest import fastest_walk, walk_torch
+from vllm_autoprune.ops.farthest import fastest_walk
+from vllm_autoprune.ops.farthest_torch import walk_torch
 from vllm_autoprune.ops.greedy import greedy_map_torch
 
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_autoprune.ops.farthest import walk_torch
+from vllm_autoprune.ops.farthest_torch import walk_torch
 from vllm_autoprune.ops.kernels import agrees
 from vllm_autoprune.ops.rowwise import TIE
 
@@ -75,7 +75,7 @@ def _farthest(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, numb
     led: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Write the picks of image ``program_id(0)``, as :class:`~vllm_autoprune.ops.farthest.Walk`.
+    """Write the picks of image ``program_id(0)``, as ``farthest_torch.Walk`` says.
 
     Pointers: distance ``(B, N, N)`` of any floating dtype; nearest, which is overwritten,
     first_scores and weight ``(B, N)`` float32; leading and picks ``(B, count)`` int64; bounds ``(B,
@@ -152,7 +152,7 @@ def walk_triton(
     *,
     block: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Triton implementation of :class:`vllm_autoprune.ops.farthest.Walk`.
+    """Triton implementation of :class:`vllm_autoprune.ops.farthest_torch.Walk`.
 
     ``block`` is by default that of N: a power of two of at least 128.
     """
