@@ -13,6 +13,7 @@ from PIL import Image
 from transformers import AutoConfig
 
 from benchmarks.yardsticks.examples import LLAVA
+from tests.cli.commands import Captured, run, run_json
 from tests.fake_server import Answer, FakeServer, fake_server
 from tests.pruned_server import N, pruned_server
 from tests.tables import parametrize_from_file
@@ -22,15 +23,6 @@ from vllm_autoprune.cli.main import main
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.tower import VisionTower
 from vllm_autoprune.tpdsl.loading import load_state
-
-Captured = pytest.CaptureFixture[str]
-
-
-def run_json(capsys: Captured, call: str, *words: str) -> dict[str, Any]:
-    assert main([*call.split(), *words, "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert isinstance(record, dict)
-    return record
 
 
 @pytest.fixture
@@ -80,8 +72,7 @@ def test_what_flags_and_states_say_is_used_and_the_rest_is_assumed(
         "decode image, processor, selection, request, decode",
     ):
         assert words in notes
-    assert main(call.split()) == 0
-    assert "prefill 0.2" in capsys.readouterr().out
+    assert "prefill 0.2" in run(capsys, call)
 
 
 def test_it_is_said_where_kept_tokens_stand(
@@ -189,11 +180,10 @@ def advise(tmp_path: Path, capsys: Captured) -> Advise:
     for number in range(8):
         Image.new("RGB", (112, 84), (9 * number, 0, 0)).save(frames / f"{number}.png")
 
-    def run(*more: str, video: Path = frames, status: int = 0) -> Any:
-        assert main(["advise", "--video", str(video), "--json", *more]) == status
-        return json.loads(capsys.readouterr().out)
+    def ask(*more: str, video: Path = frames, status: int = 0) -> Any:
+        return run_json(capsys, "advise --video", str(video), *more, status=status)
 
-    return run
+    return ask
 
 
 def test_a_video_is_decoded_and_encoded_whole_whatever_is_pruned(

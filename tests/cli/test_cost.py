@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from tests.cli.commands import Captured, run, run_json
 from tests.tables import parametrize_from_file
 from vllm_autoprune.backbones import (
     BACKBONE_SHAPES,
@@ -21,8 +22,6 @@ from vllm_autoprune.backbones import (
 )
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.tower import VisionTower
-
-Captured = pytest.CaptureFixture[str]
 
 
 def test_layers_by_hand() -> None:
@@ -43,13 +42,6 @@ def test_layers_by_hand() -> None:
 
 
 def test_cost_counts_text_and_refuses_what_is_no_number(capsys: Captured) -> None:
-
-    def run_json(capsys: Captured, call: str, *words: str) -> dict[str, Any]:
-        assert main([*call.split(), *words, "--json"]) == 0
-        record = json.loads(capsys.readouterr().out)
-        assert isinstance(record, dict)
-        return record
-
     record = run_json(capsys, "cost --backbone llava-1.5-7b --text 60")
     rows = [(row["tokens"], row["kv_mib"]) for row in record["rows"]]
     assert rows == [(576, 318), (64, 62)] and record["assumptions"]
@@ -130,13 +122,11 @@ def test_the_tower_of_a_backbone_is_that_of_its_published_configuration(
 
 def test_fewer_flops_are_those_of_tower_and_prefill(capsys: Captured) -> None:
     """The tower of a 7B Qwen encodes all 5,184 patches, whatever is pruned."""
-    words = ["cost", "--backbone", "qwen2.5-vl-7b", "--tokens", "1296", "256"]
-    assert main([*words, "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
+    call = "cost --backbone qwen2.5-vl-7b --tokens 1296 256"
+    record = run_json(capsys, call)
     unpruned, pruned = (row["total_teraflops"] for row in record["rows"])
     assert record["tower_teraflops"] == pytest.approx(7.26, abs=0.01)
     assert unpruned / pruned == pytest.approx(2.34, abs=0.01)
-    assert main(words) == 0
-    assert "2.34x" in capsys.readouterr().out
-    assert main(["cost", "--backbone", "gemma-4-31b"]) == 0
-    assert "sizes of this one are not known" in capsys.readouterr().out
+    assert "2.34x" in run(capsys, call)
+    unknown = run(capsys, "cost --backbone gemma-4-31b")
+    assert "sizes of this one are not known" in unknown

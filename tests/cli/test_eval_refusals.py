@@ -135,15 +135,7 @@ def test_a_server_that_cannot_be_measured_leaves_nothing_to_resume(call: Call) -
         assert call(server.url) == 0
 
 
-@pytest.mark.parametrize(
-    ("param", "message"),
-    [
-        ("a/state#not_allowed", " (status 400: no) -> start it with --autoprune-state NAME"),
-        ("mm_processor_kwargs", " (it takes no mm_processor_kwargs of theirs) -> start it"),
-        ("a/state#unsupported", ": status 400: no -> --autoprune-requests -> name states"),
-        (None, ": status 400: no -> --autoprune-requests -> name states"),
-    ],
-)  # fmt: skip
+@parametrize_from_file("param", "message")
 def test_why_every_state_is_refused_is_read_of_a_field_and_not_of_the_message(
     call: Call, param: str | None, message: str
 ) -> None:
