@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.serving.unit.samples import LLAVA, vllm_config
+from tests.serving.unit.configurations import LLAVA, vllm_config
 from vllm_autoprune.serving.startup import _resolve_settings
 
 

@@ -26,7 +26,7 @@ from tests.docs.commands import ROOT, Command, prepare_folder, read_commands, ty
 from tests.example_commands import flags_of, require_valid
 from tests.fake_server import Reply, fake_server
 from tests.serving.unit.bounded_server import resolve, server
-from tests.serving.unit.samples import refusal
+from tests.serving.unit.configurations import refusal
 from vllm_autoprune.cli.main import main, parser
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.serving.api.request import PruningRequest

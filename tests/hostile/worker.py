@@ -31,7 +31,8 @@ from vllm.multimodal.utils import group_and_batch_mm_items, group_and_batch_mm_k
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.worker.utils import sanity_check_mm_encoder_outputs
 
-from tests.serving.unit.samples import LARGE, OTHER, Sender, picture, video_state
+from tests.serving.unit.samples import video_state
+from tests.serving.unit.sender import LARGE, OTHER, Sender, picture
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.questions import video
 from vllm_autoprune.serving.api.foreign_items import check_features

@@ -14,7 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.pins.table import Table, key_paths, read, table
-from tests.serving.unit.samples import Sender, answer_by, served
+from tests.serving.unit.samples import served
+from tests.serving.unit.sender import Sender, answer_by
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.serving import plugin
 from vllm_autoprune.serving.api.endpoint import AutopruneEndpoint

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.serving.engine import built
-from tests.serving.unit.samples import Sender
+from tests.serving.unit.sender import Sender
 from tests.serving.unit.signal_models import HEAD, HEADS, HIDDEN, KEY_HEADS, LAYERS
 from vllm_autoprune.serving import compat, startup
 from vllm_autoprune.serving.api import engine_requests, request_checks

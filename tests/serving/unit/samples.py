@@ -1,22 +1,13 @@
-"""Fake vLLM configurations, small images and plans, tiny CLIP checkpoints and processors."""
+"""States, features of images, plans and items of requests, small and made up."""
 
 from __future__ import annotations
 
-import copy
-import importlib.metadata
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cache
-from importlib import import_module
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
 import msgspec
-import numpy
-import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
@@ -24,27 +15,12 @@ from vllm.multimodal.inputs import (
     MultiModalKwargsItem,
 )
 
-from tests.pins.table import digest
+from tests.serving.unit.configurations import LLAVA
 from tests.tpdsl.samples import state
-from vllm_autoprune import ConfigError, load_state
-from vllm_autoprune.errors import Problem
-from vllm_autoprune.serving.api.foreign_items import check_features
-from vllm_autoprune.serving.api.headers import handling
-from vllm_autoprune.serving.api.refusal import REFUSED
-from vllm_autoprune.serving.api.request import SALT, CacheSalt
-from vllm_autoprune.serving.api.request_checks import check_request
-from vllm_autoprune.serving.compat import attach
-from vllm_autoprune.serving.models import BACKBONES, find_packed_reason
-from vllm_autoprune.serving.plan import FIELD, LINE, MROPE, REQUEST_FIELD, Ids, ItemPlan
-from vllm_autoprune.serving.plan_rules import PlanRules
-from vllm_autoprune.serving.request_rules import DEFAULT_RULES, RequestRules
+from vllm_autoprune.serving.plan import FIELD, Ids, ItemPlan
 from vllm_autoprune.serving.served_state import (
-    ATTRIBUTE,
-    KV_CACHE,
-    Capabilities,
     ServedState,
 )
-from vllm_autoprune.serving.startup import _resolve_settings
 from vllm_autoprune.serving.worker.batch import (
     ModelParts,
     SelectionContext,
@@ -56,71 +32,7 @@ from vllm_autoprune.text_tower import TextTower
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.tokens import Grid
 
-LLAVA = "LlavaForConditionalGeneration"
 SIX = Grid(6, 6)
-
-
-def vllm_config(
-    settings: object = None,
-    architecture: str = LLAVA,
-    lora: object = None,
-    **changes: object,
-) -> Any:
-    """The part of a VllmConfig that settings are checked against; ``changes`` of the HF config."""
-    vision = {
-        "hidden_size": 160,
-        "num_hidden_layers": 4,
-        "image_size": 336,
-        "patch_size": 14,
-    }
-    merged = {
-        "spatial_merge_size": 2,
-        "fullatt_block_indexes": [3],
-        "qk_normalization": False,
-    }
-    text = {"model_type": "llama", "bos_token_id": 1, "max_position_embeddings": 4096}
-    thinker = SimpleNamespace(vision_config=SimpleNamespace(**merged))
-    fields: dict[str, object] = {
-        "model_type": "llava",
-        "thinker_config": thinker,
-        "vision_config": SimpleNamespace(
-            model_type="clip_vision_model", **vision, **merged
-        ),
-        "text_config": SimpleNamespace(**text),
-        "vision_feature_select_strategy": "default",
-        "vision_feature_layer": -2,
-        "downsample_ratio": 0.5,
-        "ps_version": "v2",
-    }
-    model = SimpleNamespace(
-        architecture=architecture,
-        trust_remote_code=False,
-        hf_config=SimpleNamespace(
-            get_text_config=lambda: SimpleNamespace(
-                rope_parameters={"rope_theta": 1e4}
-            ),
-            **{**fields, **changes},
-        ),
-        uses_mrope=architecture in BACKBONES and BACKBONES[architecture].mrope,
-        dtype=torch.bfloat16,
-        get_total_num_hidden_layers=lambda: 4,
-        get_total_num_kv_heads=lambda: 6,
-        get_head_size=lambda: 32,
-        multimodal_config=SimpleNamespace(
-            mm_encoder_tp_mode="weights", mm_device_do_normalize=True
-        ),
-    )
-    return SimpleNamespace(
-        model_config=model,
-        cache_config=SimpleNamespace(cache_dtype="auto", kv_cache_dtype_skip_layers=[]),
-        additional_config={"autoprune": settings, "theirs": {"x": 1}},
-        lora_config=lora,
-        ec_transfer_config=None,
-        kv_transfer_config=None,
-        compilation_config=SimpleNamespace(),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
-        speculative_config=None,
-    )
 
 
 def served(
@@ -166,21 +78,6 @@ def rows_of(features: ImageFeatures, rows: Tensor) -> list[int]:
     same = (rows[:, None] == features.rows()[None]).all(dim=2)
     assert bool((same.sum(dim=1) == 1).all()), "a row is no token of this image"
     return [int(i) for i in same.long().argmax(dim=1)]
-
-
-def refusal(settings: object, config: Any = None) -> tuple[Problem, ...]:
-    """Every problem of refused settings; each must have a fix."""
-    with pytest.raises(ConfigError) as caught:
-        _resolve_settings(settings, vllm_config() if config is None else config)
-    problems = caught.value.problems
-    assert problems
-    assert all(problem.what and problem.fix for problem in problems)
-    return problems
-
-
-def places(settings: object, config: Any = None) -> list[str]:
-    """JSON pointers of the problems of refused settings."""
-    return [problem.where for problem in refusal(settings, config)]
 
 
 N = SIX.tokens
@@ -262,214 +159,6 @@ def prune(
     return rows
 
 
-def picture(width: int, height: int, seed: int = 0) -> Image.Image:
-    noise = numpy.random.default_rng(seed).integers(
-        0, 255, (height, width, 3), dtype=numpy.uint8
-    )
-    return Image.fromarray(noise)
-
-
-SMALL = picture(56, 56)
-LARGE = picture(224, 224, 1)
-OTHER = picture(224, 224, 2)
-
-
-@dataclass(frozen=True)
-class Processed:
-    """What one request became: identities, plans, placeholders, token ids.
-
-    ``data`` has a digest of the tensors of each item that went to the engine with some; ``surplus``
-    are the positions beyond the tokens of the prompt.
-    """
-
-    identities: list[str]
-    plans: list[ItemPlan]
-    lengths: list[int]
-    prompt: list[int]
-    data: list[str | None]
-    surplus: int = 0
-
-    @property
-    def sent(self) -> list[bool]:
-        return [digest is not None for digest in self.data]
-
-
-@cache
-def _read_config(folder: str, options: str) -> Any:
-    """Configuration of a model, of which readers take copies: reading it takes 0.1 to 0.3 s."""
-    from vllm.config import ModelConfig
-
-    return ModelConfig(
-        model=folder,
-        max_model_len=1024,
-        dtype="float32",
-        mm_processor_kwargs=json.loads(options),
-    )
-
-
-class Sender:
-    """A tiny model's processor, with vLLM's cache before an engine or without one.
-
-    ``placeholder`` stands for an image in prompts, the model's own where it is empty; ``options``
-    are the server's ``--mm-processor-kwargs``.
-    """
-
-    def __init__(
-        self,
-        folder: Any,
-        budget: int | str,
-        rules: RequestRules = DEFAULT_RULES,
-        placeholder: str = "<|image_pad|>",
-        options: Mapping[str, object] = MappingProxyType({}),
-        **changes: object,
-    ) -> None:
-        from vllm.multimodal.processing import InputProcessingContext
-        from vllm.tokenizers import get_tokenizer
-
-        config = copy.deepcopy(_read_config(str(folder), json.dumps(dict(options))))
-        edits = {f"/{field}": value for field, value in changes.items()}
-        backbone = BACKBONES[config.architecture]
-        state = served(edits, budget)
-        packed_only = find_packed_reason(backbone, config.hf_config)
-        axes = MROPE if backbone.mrope else LINE
-        capabilities = Capabilities(
-            whole_only=backbone.whole_only,
-            packed_only=packed_only,
-            axes=0 if packed_only else axes,
-            prunes_videos=backbone.videos,
-            frame=backbone.frame(config.hf_config) if backbone.frame else None,
-        )
-        state = replace(state, capabilities=capabilities, rules=rules)
-        attach(config, ATTRIBUTE, state)
-        self._rules = PlanRules(state, config.get_vocab_size())
-        module, _, name = BACKBONES[config.architecture].model.partition(":")
-        model: Any = vars(import_module(module))[name]
-        factories = model._processor_factory
-        context = InputProcessingContext(config, get_tokenizer(str(folder)))
-        self._processor = factories.build_processor(context)
-        self._config = config
-        self.info: Any = self._processor.info
-        token = self._processor._placeholders.token(self.info)
-        self._placeholder = (
-            placeholder
-            or model.get_placeholder_str("image", 1)
-            or self.info.get_tokenizer().convert_ids_to_tokens(token)
-        )
-        self._model = model
-        self.cache: Any = None
-
-    def with_cache(self, kind: str = "lru") -> Sender:
-        """With one of vLLM's caches of processed items, before one engine unless ``several``."""
-        from vllm.multimodal.cache.factories import processor_cache_from_config
-
-        multimodal = self._config.get_multimodal_config()
-        if kind == "shm":  # of which all bytes are reserved at once
-            multimodal.mm_processor_cache_type = "shm"
-            multimodal.mm_processor_cache_gb = 1 / 64
-            multimodal.mm_shm_cache_max_object_size_mb = 1
-        parallel = SimpleNamespace(
-            _api_process_count=2 if kind == "several" else 1,
-            data_parallel_size=1,
-            world_size=1,
-        )
-        config: Any = SimpleNamespace(
-            model_config=self._config, parallel_config=parallel
-        )
-        self.cache = processor_cache_from_config(config)
-        return self
-
-    def with_blocks(self, size: int) -> Sender:
-        from vllm.config import CacheConfig
-
-        attach(self._config, KV_CACHE, CacheConfig(block_size=size))
-        return self
-
-    def process(
-        self,
-        images: Sequence[Any],
-        uuids: Sequence[str | None] | None = None,
-        salt: str = "",
-        modality: str = "image",
-        beside: Sequence[Any] = (),
-        **entry: object,
-    ) -> Any:
-        """What vLLM's processor makes of a request with these images, or videos behind images."""
-        from vllm.multimodal.processing import ProcessorInputs
-        from vllm.multimodal.processing.context import TimingContext
-
-        info = self.info
-        marks = len(images) + len(cast("list[object]", entry.get("recall_turns", [])))
-        mark = self._placeholder
-        if modality == "video":
-            mark = self._model.get_placeholder_str(modality, 1)
-        before = f"{self._placeholder} " * len(beside)
-        prompt = info.get_tokenizer().encode(f"user {before}{f'{mark} ' * marks}what")
-        data = {modality: list(images), **({"image": list(beside)} if beside else {})}
-        asked = "instructions" if modality == "image" else "video_instructions"
-        kwargs = {REQUEST_FIELD: {asked: ["what"] * len(images), **entry}}
-        inputs = ProcessorInputs(
-            prompt,
-            info.parse_mm_data(data),
-            None if uuids is None else {modality: list(uuids)},
-            hf_processor_mm_kwargs={
-                **kwargs,
-                **({SALT: CacheSalt(salt)} if salt else {}),
-            },
-            cache=self.cache,
-        )
-        return self._processor.apply(inputs, TimingContext(enabled=False))
-
-    def send(
-        self, images: Sequence[Any], *args: Any, hands_over: bool = True, **named: Any
-    ) -> Processed:
-        """A request of :meth:`process`, handed over to the engine.
-
-        An engine that is sent what was made of it without a cache has to accept it.
-        """
-        from vllm.multimodal.hasher import MultiModalHasher
-        from vllm.multimodal.inputs import MultiModalFeatureSpec
-
-        modality = named.get("modality", "image")
-        made = self.process(images, *args, **named)
-        features = {
-            kind: [
-                MultiModalFeatureSpec(item, kind, identity, place, identity)
-                for identity, item, place in zip(
-                    identities,
-                    made["mm_kwargs"][kind],
-                    made["mm_placeholders"][kind],
-                    strict=True,
-                )
-            ]
-            for kind, identities in made["mm_hashes"].items()
-        }
-        every = [feature for of_kind in features.values() for feature in of_kind]
-        if hands_over:
-            made["mm_hashes"].hand_over(every)
-        processed = Processed(
-            list(made["mm_hashes"][modality]),
-            [ItemPlan.decode(item[FIELD].data) for item in made["mm_kwargs"][modality]],
-            [place.get_num_embeds() for place in made["mm_placeholders"][modality]],
-            list(made["prompt_token_ids"]),
-            [
-                MultiModalHasher.hash_kwargs("sha256", **tensors) if tensors else None
-                for feature in features[modality]
-                for tensors in [
-                    {k: v.data for k, v in (feature.data or {}).items() if k != FIELD}
-                ]
-            ],
-            made["mm_hashes"].surplus,
-        )
-        if self.cache is None:  # else tensors are missing
-            check_features(
-                self._rules,
-                every,
-                named.get("salt", ""),
-                self._config.get_multimodal_config(),
-            )
-        return processed
-
-
 PLAN = ItemPlan(8, (1, 2), (3,))
 PIXELS = torch.arange(12.0).reshape(3, 2, 2)
 
@@ -503,60 +192,3 @@ def feature(
         identifier=name,
         modality=modality,
     )
-
-
-IMAGES = {"large": LARGE, "other": OTHER, "small": SMALL}
-
-
-def answer_by(receiver: Sender, request: Mapping[str, Any]) -> list[str] | str:
-    """Identity, feature key and plan of each item that a request becomes, or its refusal.
-
-    ``entry`` has its pruning fields, ``brings`` names a state that it holds in full; ``kwargs`` and
-    ``body`` are what stands around the entry.
-    """
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-    entry = request.get("entry", {})
-    if "brings" in request:
-        entry = {**entry, "state": json.loads(load_state(request["brings"]).dumps())}
-    kwargs = request.get("kwargs", {"autoprune": entry})
-    body = {
-        "model": "m",
-        "messages": [{"role": "user", "content": "?"}],
-        **request.get("body", {}),
-    }
-    try:
-        sent = ChatCompletionRequest.model_validate(
-            {**body, "mm_processor_kwargs": kwargs}
-        )
-        with handling([*request.get("headers", {}).items()]):
-            check_request(receiver._config, sent, trusted=False)
-        images = [IMAGES[name] for name in request.get("images", ("large", "other"))]
-        entry = (sent.mm_processor_kwargs or {}).get("autoprune") or {}
-        made = receiver.send(images, salt=request.get("salt", ""), **entry)
-    except ValueError as error:
-        return str(error)
-    items = zip(made.identities, made.plans, made.lengths, strict=True)
-    return [
-        f"{length} tokens, identity {identity[:8]}, key {digest(plan.key)}, "
-        f"plan {digest({**asdict(plan), 'state': plan.state.decode()})}"
-        for identity, plan, length in items
-    ]
-
-
-def pretend(monkeypatch: pytest.MonkeyPatch, **installed: str | None) -> None:
-    """Let these distributions be installed, and no others."""
-
-    def version(name: str) -> str:
-        if (release := installed.get(name.replace("-", "_"))) is None:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return release
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-
-
-def read_refused() -> dict[str, float]:
-    """How many requests were refused so far, by the metric's reason."""
-    (family,) = REFUSED.collect()
-    totals = [sample for sample in family.samples if sample.name.endswith("_total")]
-    return {sample.labels["reason"]: sample.value for sample in totals}

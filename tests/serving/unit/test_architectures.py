@@ -17,7 +17,8 @@ from vllm.model_executor.models.registry import (
     _TRANSFORMERS_SUPPORTED_MODELS,
 )
 
-from tests.serving.unit.samples import refusal, vllm_config
+from tests.serving.unit.configurations import refusal, vllm_config
+from tests.tables import parametrize_from_file
 from vllm_autoprune.backbones import _find_language_config, read_config
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.serving.models import (
@@ -131,56 +132,7 @@ def test_a_config_that_cannot_be_read_is_one_problem(text: str, tmp_path: Path) 
         read_config(str(tmp_path))
 
 
-def qwen(**vision: object) -> dict[str, object]:
-    name = "Qwen2_5_VLForConditionalGeneration"
-    return {
-        "model_type": "qwen2_5_vl",
-        "architectures": [name],
-        "vision_config": vision,
-    }
-
-
-def llava(**fields: object) -> dict[str, object]:
-    return {
-        "model_type": "llava",
-        "architectures": ["LlavaForConditionalGeneration"],
-        **fields,
-    }
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (qwen(), ""),
-        (llava(), ""),
-        (
-            qwen(spatial_merge_size=3),
-            "vision_config.spatial_merge_size 3; only 2 is known",
-        ),
-        (
-            qwen(fullatt_block_indexes=[]),
-            "vision_config.fullatt_block_indexes []; only a list",
-        ),
-        (
-            llava(vision_config={"model_type": "pixtral"}),
-            "vision_config.model_type 'pixtral'",
-        ),
-        (
-            llava(vision_feature_layer=[-2, -5]),
-            "vision_feature_layer [-2, -5]; only one layer",
-        ),
-        (
-            llava(vision_feature_select_strategy="full"),
-            "vision_feature_select_strategy 'full'",
-        ),
-        (REMOTE, "'MiniCPMV' has no pruned form: a resampler makes its tokens"),
-        (
-            {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
-            "vLLM takes no images",
-        ),
-        ({"model_type": "qwen2"}, "of 'qwen2'"),
-    ],
-)
+@parametrize_from_file("config", "message")
 def test_the_verdict_on_a_checkpoint_names_the_field_or_the_reason(
     config: dict[str, object], message: str, tmp_path: Path
 ) -> None:

@@ -14,15 +14,8 @@ from transformers import BatchFeature
 from vllm.config import MultiModalConfig
 
 from tests.serving.engine import built
-from tests.serving.unit.samples import (
-    OTHER,
-    PLAN,
-    Sender,
-    element,
-    feature,
-    picture,
-    served,
-)
+from tests.serving.unit.samples import PLAN, element, feature, served
+from tests.serving.unit.sender import OTHER, Sender, picture
 from vllm_autoprune import RequestError
 from vllm_autoprune.serving.api.cells import (
     _UNCOMPARED,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm.v1.worker.gpu_worker import Worker
 
-from tests.serving.unit.samples import pretend, vllm_config
+from tests.serving.unit.configurations import pretend, vllm_config
 from vllm_autoprune import ConfigError
 from vllm_autoprune.serving import compat
 from vllm_autoprune.serving.compat import _Hook, patch

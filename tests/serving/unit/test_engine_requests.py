@@ -27,7 +27,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from tests.serving.unit.samples import PLAN, element, feature, read_refused, served
+from tests.serving.unit.samples import PLAN, element, feature, served
+from tests.serving.unit.sender import read_refused
 from vllm_autoprune.errors import RequestError
 from vllm_autoprune.serving.api.engine_requests import RenderedHashes, watch_requests
 from vllm_autoprune.serving.api.foreign_items import count_surplus

@@ -14,7 +14,8 @@ from vllm.multimodal.processing import ProcessorInputs
 from vllm.multimodal.processing.context import TimingContext
 
 from tests.serving.engine import built
-from tests.serving.unit.samples import Sender, picture, served
+from tests.serving.unit.samples import served
+from tests.serving.unit.sender import Sender, picture
 from vllm_autoprune.selftest.backbones import TINY_MODELS
 from vllm_autoprune.serving.models.gemma4 import _Gemma4Vision
 from vllm_autoprune.serving.plan import FIELD, REQUEST_FIELD, ItemPlan

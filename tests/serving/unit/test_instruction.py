@@ -43,15 +43,7 @@ def said(role: str, content: object, **fields: object) -> dict[str, Any]:
     return {"role": role, "content": content, **fields}
 
 
-@pytest.mark.parametrize(
-    "image",
-    [
-        {"type": "image_url", "image_url": None, "uuid": "a"},
-        {"type": "input_image", "image_url": "http://x/y.png"},
-        {"image_pil": None, "uuid": "a"},
-        {"image_url": {"url": "http://x/y.png"}},
-    ],
-)
+@parametrize_from_file("image")
 def test_an_image_of_every_form_has_its_text_and_its_detail(
     image: dict[str, Any],
 ) -> None:
@@ -118,10 +110,6 @@ def test_an_image_has_the_text_of_its_own_turn(
 ) -> None:
     fields = extract_fields(talk)
     assert (fields["instructions"], fields["turns"]) == (instructions, turns)
-
-
-TASK = said("user", "Buy a lamp.")
-BILLING = "x-anthropic-billing-header: cch=1"
 
 
 @parametrize_from_file("preceding", "read")
@@ -302,15 +290,7 @@ def test_the_end_of_a_text_of_words_has_the_last_ids_of_all_of_it(tail: str) -> 
     assert (ids[0], ids[-1]) == (clip.bos_token_id, clip.eos_token_id)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("What colour is the circle?", ["colour", "circle"]),
-        ("<image>\nIs THE dog's bowl empty", ["dog", "s", "bowl", "empty"]),
-        ("How many?\nAnswer the question using a single word or phrase.", ["many"]),
-        ("12 x 3", ["12", "x", "3"]),
-    ],
-)
+@parametrize_from_file("text", "words")
 def test_frequent_words_and_endings_of_benchmarks_are_left_out(
     text: str, words: list[str]
 ) -> None:

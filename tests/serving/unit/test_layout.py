@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.serving.unit.samples import LARGE, Sender
+from tests.serving.unit.sender import LARGE, Sender
+from tests.tables import parametrize_from_file
 from tests.tpdsl.samples import sample
 from vllm_autoprune import RequestError
 from vllm_autoprune.serving.api.layout import (
@@ -49,15 +50,7 @@ def test_shares_sum_to_the_total_and_never_exceed_what_each_has(
 # ---- core and delta ----
 
 
-@pytest.mark.parametrize(
-    ("start", "budget", "core", "block", "aligned"),
-    [
-        (3, 64, 48, 32, 61),  # of 29 and 61 the nearer one
-        (0, 64, 40, 16, 32),  # an image that begins on an edge
-        (3, 29, 20, 32, 0),  # the edge is the image's own end
-        (30, 16, 8, 32, 2),  # an edge near the beginning
-    ],
-)
+@parametrize_from_file("start", "budget", "core", "block", "aligned")
 def test_a_core_ends_on_the_nearest_edge_of_a_block(
     start: int, budget: int, core: int, block: int, aligned: int
 ) -> None:

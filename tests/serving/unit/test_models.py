@@ -25,7 +25,8 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.multimodal.processing.processor import PromptUpdateDetails
 
 from tests.serving.engine import built
-from tests.serving.unit.samples import Sender, served
+from tests.serving.unit.samples import served
+from tests.serving.unit.sender import Sender
 from tests.tables import parametrize_from_file
 from vllm_autoprune.errors import RequestError
 from vllm_autoprune.selftest.checks import _count_between
@@ -356,9 +357,6 @@ def test_an_image_with_more_text_than_a_plan_may_carry_is_refused() -> None:
 
 
 # ---- M-RoPE: positions of kept tokens are checked on an engine (``positions_are_a_gather``) ----
-
-
-CORES: list[tuple[Part, int]] = [("core", 1), ("core", 2), ("core", 1), ("whole", 3)]
 
 
 @parametrize_from_file("parts", "places")

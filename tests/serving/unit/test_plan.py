@@ -24,6 +24,7 @@ from tests.serving.unit.samples import (
     served,
     with_fields,
 )
+from tests.tables import parametrize_from_file
 from tests.tpdsl.samples import edited, sample, state
 from vllm_autoprune import RequestError, StateError, load_state
 from vllm_autoprune.serving.identities import (
@@ -392,15 +393,7 @@ def test_a_plan_that_the_rules_do_not_allow_is_refused(
     assert "autoprune_plan" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("level", "positions", "allowed"),
-    [
-        ("none", "spread", True),
-        ("none", "packed", True),
-        ("none", "true", False),
-        ("budget", "true", True),
-    ],
-)
+@parametrize_from_file("level", "positions", "allowed")
 def test_positions_are_the_servers_where_requests_may_set_nothing(
     level: Any, positions: Positions, allowed: bool
 ) -> None:

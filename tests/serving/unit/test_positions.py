@@ -12,14 +12,8 @@ from vllm.multimodal.processing import ProcessorInputs
 from vllm.multimodal.processing.context import TimingContext
 
 from tests.serving.engine import built
-from tests.serving.unit.samples import (
-    LARGE,
-    OTHER,
-    Processed,
-    Sender,
-    picture,
-    video_state,
-)
+from tests.serving.unit.samples import video_state
+from tests.serving.unit.sender import LARGE, OTHER, Processed, Sender, picture
 from vllm_autoprune import RequestError
 from vllm_autoprune.selftest.backbones import TINY_MODELS
 from vllm_autoprune.selftest.questions import video

@@ -19,14 +19,8 @@ from vllm.multimodal.processing import ProcessorInputs
 from vllm.multimodal.processing.context import TimingContext
 
 from tests.serving.engine import built
-from tests.serving.unit.samples import (
-    LARGE,
-    OTHER,
-    SMALL,
-    Sender,
-    picture,
-    served,
-)
+from tests.serving.unit.samples import served
+from tests.serving.unit.sender import LARGE, OTHER, SMALL, Sender, picture
 from tests.tables import parametrize_from_file
 from vllm_autoprune import RequestError
 from vllm_autoprune.selftest.backbones import TINY_MODELS

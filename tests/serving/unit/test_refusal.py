@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm.exceptions import VLLMValidationError
 
-from tests.serving.unit.samples import LARGE, Sender, read_refused
+from tests.serving.unit.sender import LARGE, Sender, read_refused
 from tests.tables import parametrize_from_file
 from vllm_autoprune.errors import Problem, RequestError, StateError
 from vllm_autoprune.serving.api.refusal import RefusedRequest, refusing_requests

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.serving.unit.bounded_server import N, resolve, resolve_images, server
-from tests.serving.unit.samples import refusal, served, vllm_config
+from tests.serving.unit.configurations import refusal, vllm_config
+from tests.serving.unit.samples import served
 from tests.tables import parametrize_from_file
 from tests.tpdsl.samples import edited, sample, state
 from vllm_autoprune import (
@@ -58,7 +59,6 @@ def test_many_problems_are_only_counted(monkeypatch: pytest.MonkeyPatch) -> None
 # ---- fields in the wrong place ----
 
 ENTRY = {"budget": 16}
-PART = {"type": "image_url", "image_url": {"url": "x"}, "autoprune": 8}
 
 
 @parametrize_from_file("fields", "where")
@@ -83,15 +83,7 @@ STATE = "x-autoprune-state"
 ENABLED = "x-autoprune-enabled"
 
 
-@pytest.mark.parametrize(
-    ("text", "budget"),
-    [
-        ("64", 64),
-        ("1/8:4-64", "1/8:4-64"),
-        ('[64, "9%"]', [64, "9%"]),
-        ('{"shared": 96}', {"shared": 96}),
-    ],
-)
+@parametrize_from_file("text", "budget")
 def test_a_header_says_what_the_entry_says_and_agrees_with_it(
     text: str, budget: object
 ) -> None:
@@ -265,15 +257,7 @@ def test_each_image_keeps_k_of_its_tokens(
     assert [(plan.budget, plan.tokens, plan.key) for plan in plans] == expected
 
 
-@pytest.mark.parametrize(
-    ("entry", "where"),
-    [
-        ({"budget": [16, 17, 8]}, "budget"),
-        ({"budget": {"shared": 41}}, "budget"),
-        ({"enabled": False}, "enabled"),
-        (None, "messages"),
-    ],
-)
+@parametrize_from_file("entry", "where")
 def test_what_a_request_asks_for_beyond_the_bound_is_refused(
     entry: object, where: str
 ) -> None:

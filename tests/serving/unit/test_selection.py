@@ -10,13 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.serving.unit.samples import (
-    blind,
-    images,
-    parts,
-    plan,
-    prune,
-)
+from tests.serving.unit.samples import blind, images, parts, plan, prune
 from tests.tpdsl.samples import images as visual_tokens
 from tests.tpdsl.samples import state
 from vllm_autoprune import VisualTokens, materialize

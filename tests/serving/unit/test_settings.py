@@ -13,10 +13,7 @@ from typing import Any
 import pytest
 
 from tests.serving.engine import CLIP
-from tests.serving.unit.samples import (
-    refusal,
-    vllm_config,
-)
+from tests.serving.unit.configurations import refusal, vllm_config
 from tests.tables import parametrize_from_file
 from tests.tpdsl.samples import edited, sample, shipped
 from vllm_autoprune import ConfigError, load_state, materialize
@@ -256,13 +253,7 @@ def describe(folder: Path, changes: Config = STATED, tokenizer: bool = True) -> 
     return folder
 
 
-@pytest.mark.parametrize(
-    ("stated", "sign", "because"),
-    [
-        ({SIGN_KEY: None}, -1, "states no direction"),
-        *(({SIGN_KEY: sign}, int(sign), SIGN_KEY) for sign in (1, -1, 1.0)),
-    ],
-)
+@parametrize_from_file("stated", "sign", "because")
 def test_the_sign_comes_with_its_reason(
     tmp_path: Path, stated: dict[str, object], sign: int, because: str
 ) -> None:

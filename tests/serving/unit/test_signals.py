@@ -39,7 +39,6 @@ from vllm_autoprune.serving.worker.tower_hooks import (
 from vllm_autoprune.text_tower import TextTower, read_text_tower
 
 CPU = torch.device("cpu")
-SEGMENT = 40
 
 close = torch.testing.assert_close
 

@@ -19,7 +19,8 @@ import pytest
 import torch
 from prometheus_client import REGISTRY
 
-from tests.serving.unit.samples import served, vllm_config
+from tests.serving.unit.configurations import vllm_config
+from tests.serving.unit.samples import served
 from vllm_autoprune import ConfigError, __version__, load_state
 from vllm_autoprune.serving import compat, plugin
 from vllm_autoprune.serving.api import engine_requests

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.serving.unit.samples import LLAVA, places, pretend, refusal, vllm_config
+from tests.serving.unit.configurations import (
+    LLAVA,
+    places,
+    pretend,
+    refusal,
+    vllm_config,
+)
 from tests.tables import parametrize_from_file
 from tests.tpdsl.samples import edited, sample, shipped
 from vllm_autoprune import RequestError
@@ -231,15 +237,7 @@ def test_a_memory_plan_of_an_earlier_start_is_refused(
     _resolve_settings(base("divprune"), vllm_config())
 
 
-@pytest.mark.parametrize(
-    ("installed", "native", "refused"),
-    [
-        ("0.5.4", False, True),
-        ("0.5.5", False, False),
-        ("0.5.6", True, True),
-        (None, False, False),
-    ],
-)
+@parametrize_from_file("installed", "native", "refused")
 def test_connectors_that_shorten_identities_are_refused(
     monkeypatch: pytest.MonkeyPatch, installed: str | None, native: bool, refused: bool
 ) -> None:

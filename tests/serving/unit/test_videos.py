@@ -16,8 +16,11 @@ import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from tests.serving.engine import built
-from tests.serving.unit.samples import Sender, picture, places, served, vllm_config
+from tests.serving.unit.configurations import places, vllm_config
+from tests.serving.unit.samples import served
 from tests.serving.unit.samples import video_state as state
+from tests.serving.unit.sender import Sender, picture
+from tests.tables import parametrize_from_file
 from vllm_autoprune import RequestError, load_state
 from vllm_autoprune.selftest.questions import video
 from vllm_autoprune.serving.api.budgets import RequestBudgets
@@ -427,15 +430,7 @@ def test_frames_and_their_times_stand_where_they_do_in_the_whole_video(
     assert pruned_delta - delta == length - count
 
 
-@pytest.mark.parametrize(
-    ("fields", "level", "frames", "problem"),
-    [
-        ({"budget": 9}, "none", True, "K = 9 tokens, and requests may keep 8"),
-        ({"budget": 13}, "budget", True, "K = 13 tokens, and requests may keep 12"),
-        ({"part": "core", "core": 8}, "none", True, "is of a video, as core"),
-        ({}, "budget", False, "its state prunes none so"),
-    ],
-)
+@parametrize_from_file("fields", "level", "frames", "problem")
 def test_plans_from_elsewhere_are_held_to_the_rules(
     fields: dict[str, Any], level: Any, frames: bool, problem: str
 ) -> None:
@@ -456,16 +451,7 @@ def test_plans_from_elsewhere_are_held_to_the_rules(
     assert reader.read([plan.encode()])[0].budget == plan.budget
 
 
-@pytest.mark.parametrize(
-    ("sizes", "refused"),
-    [
-        ([(24, 4)], False),
-        ([(4096, 16)], False),
-        ([(4096, 4)], True),
-        ([(64, 4), (4096, 1)], True),
-        ([(4096, 4), (1 << 14, 256)], True),  # of two that would be allowed together
-    ],
-)
+@parametrize_from_file("sizes", "refused")
 def test_a_state_of_a_request_is_priced_at_the_size_of_its_videos(
     tiny: Path, sizes: list[tuple[int, int]], refused: bool
 ) -> None:

@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 
 from tests.serving.engine import built
-from tests.serving.unit.samples import Sender
+from tests.serving.unit.sender import Sender
 from tests.stand_in_device import DEVICE, forbid_waiting
 from vllm_autoprune import PruningPolicy, VisualTokens, load_state
 from vllm_autoprune.ops import similarity
