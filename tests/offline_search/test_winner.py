@@ -11,6 +11,7 @@ from offline_search.history import History
 from offline_search.ledger import Comparison
 from offline_search.winner import _combined_estimate, _Finalist, _Finals
 from tests.offline_search.synthetic import BUDGET, settings_of, trial
+from tests.tables import parametrize_from_file
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.statistics import Estimate, Floats
 from vllm_autoprune.tpdsl.state import PruningState
@@ -32,15 +33,7 @@ def finalist(name: str, value: float, state: PruningState | None = None) -> _Fin
     return _Finalist(trial(name, values, state), VALIDATION, values)
 
 
-@pytest.mark.parametrize(
-    ("gap", "error", "resolution", "winner"),
-    [
-        (0.05, 0.06, 0.06, "simple"),
-        (0.05, 0.04, 0.06, "complex"),
-        (0.05, 0.06, 0.04, "complex"),
-        (-0.05, 0.04, 0.04, "simple"),
-    ],
-)
+@parametrize_from_file("gap", "error", "resolution", "winner")
 def test_the_simplest_wins_of_those_within_a_standard_error_and_the_resolution(
     gap: float, error: float, resolution: float, winner: str
 ) -> None:
@@ -53,6 +46,15 @@ def test_the_simplest_wins_of_those_within_a_standard_error_and_the_resolution(
     }
     finals = _Finals(finalists, np.full(16, -1.0), compare)
     assert finals.ranked(resolution, BUDGET)[0] == winner
+
+
+def test_of_tied_candidates_of_one_structure_the_one_that_exchanges_less_wins() -> None:
+    finalists = {
+        f"q_e = {quota}": finalist(f"1.{quota}", 0.0, paper_state(SETTINGS, quota))
+        for quota in (5, 2, 7)
+    }
+    finals = _Finals(finalists, np.full(16, -1.0), lambda *_: Difference(0.0, 0.1))
+    assert finals.ranked(0.1, BUDGET) == ["q_e = 2", "q_e = 5", "q_e = 7"]
 
 
 def test_an_estimate_counts_every_question_of_both_splits_once() -> None:
