@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-Test = TypeVar("Test", bound=Callable[..., None])
+Test = TypeVar("Test", bound=Callable[..., object])
 
 
 @cache

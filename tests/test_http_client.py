@@ -302,14 +302,7 @@ def test_requests_pass_a_proxy_and_its_refusal_is_said(
         assert "cannot be reached by the proxy of" in refuse("https://gpu.test")
 
 
-@pytest.mark.parametrize(
-    ("proxy", "fix"),
-    [
-        ("socks5h://user:pw@h:1", 'pip install "httpx[socks]", or unset it'),
-        ("ftp://h", "correct or unset it"),
-        ("http://h:x", "correct or unset it"),
-    ],
-)
+@parametrize_from_file("proxy", "fix")
 def test_a_proxy_that_cannot_be_used_says_what_to_do(
     proxy: str, fix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -492,14 +485,7 @@ def test_a_bug_of_ours_is_neither_asked_again_nor_a_servers_failure(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    ("param", "kind", "fix"),
-    [
-        ("a/state#unknown_state", "unknown_state", "mend it"),
-        ("media_io_kwargs", "media_io_kwargs", ""),
-        (None, "", ""),
-    ],
-)
+@parametrize_from_file("param", "kind", "fix")
 async def test_a_refusal_carries_the_kind_that_the_server_says(
     param: str | None, kind: str, fix: str
 ) -> None:

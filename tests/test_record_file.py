@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, TypeAdapter
 
+from tests.tables import parametrize_from_file
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.record_file import RecordFile
 
@@ -105,14 +105,7 @@ def test_one_process_writes_while_others_read_complete_lines(path: Path) -> None
     Notes(path).close()  # closing and the refusal have let go of the lock
 
 
-@pytest.mark.parametrize(
-    ("number", "message"),
-    [
-        (0, "File too large -> make room and resume"),
-        (errno.ENOSPC, "-> make room and resume"),
-        (errno.EIO, "Input/output error -> name a place that can be written$"),
-    ],
-)
+@parametrize_from_file("number", "message")
 def test_a_disk_that_fails_leaves_nothing_of_a_batch(
     path: Path, number: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

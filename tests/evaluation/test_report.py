@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from tests.tables import parametrize_from_file
 from vllm_autoprune.evaluation.journal import (
     MME,
     Answer,
@@ -238,15 +239,7 @@ def test_states_are_compared_with_resizing_overall_and_by_kind() -> None:
     assert "Pruning or resizing?" not in build_page(other).render_markdown()
 
 
-@pytest.mark.parametrize(
-    ("pruned", "resized", "images", "winner"),
-    [
-        (6, 0, 6, "pruning"),
-        (0, 6, 6, "resizing"),
-        (1, 0, 6, "not decided"),  # an interval from 0
-        (5, 0, 5, "too few images"),
-    ],
-)
+@parametrize_from_file("pruned", "resized", "images", "winner")
 def test_a_winner_needs_an_interval_without_0_and_enough_images(
     pruned: int, resized: int, images: int, winner: str
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.fake_server import Answer
 from tests.offline_search.synthetic import completion, endpoint, token
+from tests.tables import parametrize_from_file
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.evaluation.scoring_request import generate_answer, score_answer
 from vllm_autoprune.http_client import AsyncServerClient
@@ -92,21 +93,7 @@ async def test_what_is_no_answer_is_said_in_one_line(body: Answer, line: str) ->
     assert line in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("words", "reference", "tokens", "same"),
-    [
-        ("USER: |yes|,| it| is", "yes, it is", 4, 4),
-        ("USER: |yes|,?| it| is?", "yes, it is", 4, 1),
-        ("USER:|two|red|dogs", "two red dogs", 3, 3),  # a token alone loses its space
-        (
-            "USER:|||中?||文",
-            "中文",
-            5,
-            2,
-        ),  # bytes, whose character the last of them has
-        ("USER:|yes|\n", "yes", 2, 2),
-    ],
-)
+@parametrize_from_file("words", "reference", "tokens", "same")
 async def test_the_tokens_of_an_answer_are_told_apart_from_the_prompt(
     words: str, reference: str, tokens: int, same: int
 ) -> None:

@@ -473,14 +473,7 @@ def test_every_wrong_option_is_reported(run_command: Run, capsys: Printed) -> No
     assert all(problem["fix"] for problem in problems)
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ([], '"messages": [],\n  "calls": 0,'),
-        (["--strategy", "autoprune"], "autoprune needs a language model"),
-        (["--proposer-model", "m"], "has no endpoint"),
-    ],
-)
+@parametrize_from_file("more", "message")
 def test_a_language_model_takes_part_only_where_it_is_named(
     more: list[str], message: str, data: Dataset, tmp_path: Path, capsys: Printed
 ) -> None:

@@ -23,6 +23,7 @@ from tests.offline_search.synthetic import (
     model_list,
     token,
 )
+from tests.tables import parametrize_from_file
 from vllm_autoprune import load_state
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.errors import ConfigError, EvaluationFailed, SearchError
@@ -327,26 +328,7 @@ async def test_all_servers_are_checked_and_serve_one_model(data: Dataset) -> Non
     ]
 
 
-@pytest.mark.parametrize(
-    ("page", "facts"),
-    [
-        (
-            {"unavailable": ["cls_attention", "words"], "sign": -1},
-            "An image has N = 64 tokens. With pool_ratio null a pool has all 56 tokens that are "
-            "not picked, and so it has with 7.0 or more. There is no [CLS] token. The sign "
-            '"auto" is "-".',
-        ),
-        (
-            {"unavailable": [], "sign": 1},
-            'There is a [CLS] token. The sign "auto" is "+".',
-        ),
-        (
-            None,
-            "a pool has all 56 tokens that are not picked, and so it has with 7.0 or more.",
-        ),
-        ({"unavailable": 3}, "all 56 tokens that are not picked, and so"),
-    ],
-)
+@parametrize_from_file("page", "facts")
 async def test_what_a_server_knows_of_its_images_is_told_without_a_checkpoint(
     page: dict[str, Any] | None, facts: str, data: Dataset
 ) -> None:

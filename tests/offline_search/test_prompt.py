@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from random import Random
 from typing import get_args
 
@@ -42,7 +43,7 @@ from tests.offline_search.synthetic import (
     settings_of,
     trial,
 )
-from tests.tables import parametrize_from_file
+from tests.tables import parametrize_from_file, read_tables
 from vllm_autoprune.errors import StateError
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.ops.rowwise import min_max_normalise
@@ -121,88 +122,10 @@ def test_base_policies_are_named_where_a_model_chooses_them(history: History) ->
     assert "signals act by the pool, the kernel not" in line
 
 
-SAID: dict[str, tuple[int, str]] = {
-    "unit": (1, "in thousandths of nats: 0 is as with all tokens, higher is better"),
-    "scale": (
-        1,
-        "an estimate for all questions that were asked so far, whichever of them",
-    ),
-    "tokens and grid": (
-        1,
-        r"An image has N = 16 tokens\. Tiles x rows x columns are 1 x 4",
-    ),
-    "whole pool": (
-        1,
-        r"With pool_ratio null a pool has all 8 tokens .* so it has with 1\.0 or more",
-    ),
-    "[CLS]": (1, r"There is a \[CLS\] token"),
-    "sign": (1, r'The sign "auto" is "\+"\.'),
-    "cosines": (1, r"Cosines between tokens and question are -0\.\d+ to 0\.\d+ \("),
-    "segments": (1, "Text segments of a question: 1 at most"),
-    "positions": (1, "Kept tokens stand one after the other, in the order of rows"),
-    "normalised signals": (
-        1,
-        "signals are min-max normalised in each image, to 0 to 1",
-    ),
-    "a selector without q_e": (1, "up to K in quality_topk_selector, which has no q_e"),
-    "few questions": (
-        1,
-        "fewer questions than the leader, the differences are more certain than the",
-    ),
-    "what reads no quality": (
-        1,
-        "pairwise_cosine_kernel or centred_cosine_kernel with weighted false also anchor",
-    ),
-    "what reads the kernel": (
-        1,
-        "The kernel acts in reference_residual_exchange_selector where",
-    ),
-    "default partition": (1, "spatial_grid_partition unless another is written"),
-    "group": (1, "discarded tokens that are assigned to each, its group"),
-    "orders": (1, "The orders score and pick act at strength 0 too"),
-    "residual and average": (
-        1,
-        "towards the mean of them and itself, which is less far",
-    ),
-    "rows of pick": (1, "pick order, exchanged tokens behind in raster order"),
-    "two equal signals": (
-        1,
-        "In an image of one tile redundancy_density_penalty with m null is mean_dis",
-    ),
-    "nearest": (
-        1,
-        "in place of soft, the group of a kept token is itself and the tokens",
-    ),
-    "text and schema": (1, "q_e is 0 to 8, and r_min is K - q_e: leave it out"),
-    "base policy in atoms": (
-        1,
-        "Written in the atoms below, with the same picks in an image",
-    ),
-    "round": (
-        1,
-        r"Round 1 of 6\. Another follows\. A candidate is asked 24 questions\.",
-    ),
-    "a question of each category": (
-        1,
-        r'- \w+: 12, -\d+, \d+%; "Is it \d\?"\n- \w+: 12, -',
-    ),
-    "last round": (6, r"Round 6 of 6\. It is the last one\. A candidate"),
-    "purposes": (
-        6,
-        "Propose candidates 6.0 to 6.2, each .* in order: exploit, ablate, combine",
-    ),
-    "questions": (6, r"- \d\.\d: -\d+ on \d+ questions \("),
-    "categories": (6, r"colour -\d+; digit -\d+|digit -\d+; colour"),
-    "exchanges": (6, r"exchanges \d\.\d tokens; quality \d+\.\d+ and \d+\.\d+"),
-    "no-op": (6, "reassembly changes no row"),
-    "verdict": (6, r"± \d+, (higher|lower|undecided|same) \(of \d+, \d"),
-}
-"""What prompts of a round say, by what a proposer asked for."""
-
-
 async def test_prompts_say_what_proposers_asked_for(search: Searches) -> None:
     replies = [list_reply(3 * number, 3) for number in range(10)]
     await search(replies, rounds=6, proposals_per_reply=3)
+    said = read_tables(Path(__file__).with_suffix(".yaml"))
     prompts = {
         number: "\n".join(
             message["content"] for message in search.proposer.requests[number - 1]
@@ -212,7 +135,9 @@ async def test_prompts_say_what_proposers_asked_for(search: Searches) -> None:
     print(*prompts.values(), sep="\n\n")
     silent = [
         point
-        for point, (number, text) in SAID.items()
+        for point, (number, text) in said[
+            "prompts_say_what_proposers_asked_for"
+        ].items()
         if not re.search(text, prompts[number])
     ]
     assert silent == []

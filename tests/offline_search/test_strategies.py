@@ -34,6 +34,7 @@ from tests.offline_search.synthetic import (
     list_reply,
     settings_of,
 )
+from tests.tables import parametrize_from_file
 from vllm_autoprune import load_state
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.tpdsl.state import PruningState
@@ -243,13 +244,7 @@ def test_parents_do_not_depend_on_hash_seeds(search: Searches, tmp_path: Path) -
     assert len(digests) == 1
 
 
-@pytest.mark.parametrize(
-    ("package", "strategy", "extra"),
-    [
-        ("openevolve.database", "openevolve", "search-openevolve"),
-        ("optuna", "tpe", "search"),
-    ],
-)
+@parametrize_from_file("package", "strategy", "extra")
 def test_a_missing_package_is_an_error(
     package: str, strategy: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

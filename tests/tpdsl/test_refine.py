@@ -124,14 +124,7 @@ def test_nested_picks_interleave_by_rank_and_the_last_tiles_drop_their_last() ->
 # A state at K.
 
 
-@pytest.mark.parametrize(
-    ("parameters", "budget", "bounds"),
-    [
-        ({"q_e": 40}, 32, (32, 0)),  # the quota is larger than K
-        ({"q_e": 20, "r_min": 30}, 32, (2, 30)),  # less room than the quota uses
-        ({"q_e": 5, "r_min": 40}, 32, (0, 32)),
-    ],
-)
+@parametrize_from_file("parameters", "budget", "bounds")
 def test_the_quota_is_what_r_min_leaves(
     parameters: Changes, budget: int, bounds: tuple[int, int]
 ) -> None:

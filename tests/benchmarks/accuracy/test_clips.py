@@ -17,6 +17,7 @@ from benchmarks.accuracy import clips
 from tests.benchmarks.accuracy.minillava_server import arm, asked, reply
 from tests.fake_server import Answer, Body
 from tests.offline_search.synthetic import endpoint
+from tests.tables import parametrize_from_file
 
 Rows = dict[tuple[str, str], float]
 """Figures by what they are of and their setting."""
@@ -112,12 +113,6 @@ def test_more_frames_are_beside_eight(rows: Rows, budget: int, better: int) -> N
     assert (gain, f"{where}; vcast of 8 frames; all") not in rows
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        "8 frames, all tokens; full; all",
-        "clips of 64 frames, all tokens; full of 32 frames; all",
-    ],
-)
+@parametrize_from_file("setting")
 def test_with_all_tokens_every_answer_is_right(rows: Rows, setting: str) -> None:
     assert rows["right", setting] == 100

@@ -29,14 +29,12 @@ from tests.offline_search.synthetic import (
 from tests.tables import parametrize_from_file
 from vllm_autoprune.evaluation.lmms_benchmarks import PINNED, select_benchmarks
 
-Json = dict[str, Any]
 Call = Callable[..., tuple[int, str]]
 
 QUESTIONS = 8
 """Of each task, every one about an image of its own."""
 RIGHT = {"full": 8, "true@64": 7, "true@32": 6, "packed@64": 2, "packed@32": 1}
 """Questions that the server answers right, the first ones: no two cases alike."""
-BOX = (0.1, 0.1, 0.5, 0.5)
 
 
 def case_of(body: Body) -> str:

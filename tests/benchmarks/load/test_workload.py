@@ -19,6 +19,7 @@ from benchmarks.load.workload import (
     _Request,
     prepare,
 )
+from tests.tables import parametrize_from_file
 
 
 def test_arrivals_are_poisson_and_come_at_exactly_the_rate() -> None:
@@ -53,15 +54,7 @@ def pictures_of(requests: Sequence[_Request]) -> list[_Picture]:
     return [picture for request in requests for picture in request.pictures]
 
 
-@pytest.mark.parametrize(
-    ("cache", "images", "questions"),
-    [
-        ("unique", 205, 205),
-        ("repeat", 15, 15),
-        ("off", 15, 15),
-        ("same-image", 15, 205),
-    ],
-)
+@parametrize_from_file("cache", "images", "questions")
 def test_what_repeats_is_the_declared_state_of_the_caches(
     cache: str, images: int, questions: int
 ) -> None:

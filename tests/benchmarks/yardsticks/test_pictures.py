@@ -27,16 +27,10 @@ from benchmarks.yardsticks.questions import (
     _SceneFacts,
 )
 from benchmarks.yardsticks.scenes import WORDS, Scene, Sign, Thing
+from tests.tables import parametrize_from_file
 
 
-@pytest.mark.parametrize(
-    ("model", "images", "digest", "moments"),
-    [
-        ("minillava", 16, "5044a14973a941c3", (143.0791, 43.6981, 143.0789)),
-        ("miniqwen", 16, "02dc298517f5b28e", (160.4579, 65.3240, 160.4571)),
-        ("clips", 2, "c7ba93b5ce37bf9d", (144.8622, 33.6827, 144.8643)),
-    ],
-)
+@parametrize_from_file("model", "images", "digest", "moments")
 def test_the_splits_are_those_of_published_figures(
     model: Model, images: int, digest: str, moments: tuple[float, float, float]
 ) -> None:
