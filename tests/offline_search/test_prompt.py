@@ -318,6 +318,8 @@ def test_a_base_policy_written_in_atoms_makes_its_picks(name: str) -> None:
         ]
         assert picks[0] == picks[1]
     assert materialize(written, budget).refines, "it is an exchange, whatever is picked"
+    selector = written.constraints.selector.model_dump()
+    assert selector.get("q_e", BUDGET) == BUDGET, "prompts offer no larger one"
     assert base_in_atoms(Settings(base_policy="visionzip")) is None
     papers = Settings(base_policy="cen_cdpruner", library="paper")
     assert base_in_atoms(papers) is None, "the paper has no centred kernel"

@@ -10,17 +10,20 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from offline_search.candidates import PROPOSALS, PURPOSES
+from offline_search.candidates import PROPOSALS, PURPOSES, base_state, paper_state
 from offline_search.dataset import read_dataset
 from offline_search.evaluator import EvaluationJob
-from offline_search.history import Answers
+from offline_search.history import Answers, History
 from offline_search.ledger import ProposalRecord, ReplyRecord, TrialRecord
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
+from offline_search.strategies.language_model import Round
 from offline_search.strategies.openevolve import _apply_change
 from offline_search.strategies.sampling import _warm_start_states
 from tests.offline_search.synthetic import (
@@ -33,10 +36,12 @@ from tests.offline_search.synthetic import (
     change,
     list_reply,
     settings_of,
+    trial,
 )
 from tests.tables import parametrize_from_file
 from vllm_autoprune import load_state
 from vllm_autoprune.errors import ConfigError
+from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.tpdsl.state import PruningState
 
 
@@ -90,6 +95,23 @@ async def test_autoprune_plus_races_candidates_of_every_origin(
     assert sum(trial.examples for trial in trials) < 21 * SIZE
     assert len([trial for trial in trials if trial.examples]) > 30
     assert {trial.examples for trial in trials if trial.status == "dropped"} <= {3, 12}
+
+
+async def test_a_crossover_of_the_only_candidate_names_it_once() -> None:
+    settings = settings_of(strategy="autoprune+", proposer="")
+    values = np.full(2, -1.0)
+    history = History(
+        trial("0.0", values - 1, base_state(settings)),
+        [trial("1.0", values, paper_state(settings))],
+        [Example(image=name, question="?", answer="x", category="c") for name in "ab"],
+    )
+    strategy = STRATEGIES["autoprune+"](settings)
+    client: Any = SimpleNamespace(request=None)  # no slot is the model's
+    drafts = await strategy.propose(
+        Round(2, 12, history, "", random.Random(0), client, frozenset(), "", "open")
+    )
+    parents = {draft.parents for draft in drafts if draft.origin == "crossover"}
+    assert parents == {("1.0",)}
 
 
 @pytest.mark.parametrize("strategy", ["autoprune+", "random", "tpe"])
@@ -209,6 +231,25 @@ async def test_states_are_evolved_by_diffs(search: Searches) -> None:
     )
     assert '"scoring": {' in user and "combined_score" in user
     assert "quality_topk_selector" in system
+
+
+async def test_candidates_are_assigned_to_islands_in_turn_over_all_rounds(
+    search: Searches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from openevolve.config import DatabaseConfig
+    from openevolve.database import ProgramDatabase
+
+    sampled: list[int] = []
+    sample = ProgramDatabase.sample_from_island
+
+    def record_island(database: ProgramDatabase, island: int, count: int) -> Any:
+        sampled.append(island)
+        return sample(database, island, count)
+
+    monkeypatch.setattr(ProgramDatabase, "sample_from_island", record_island)
+    await search(REPLIES_OF["openevolve"], strategy="openevolve")
+    islands = DatabaseConfig().num_islands
+    assert sampled == [number % islands for number in range(1, 9)]
 
 
 def test_a_reply_that_leaves_its_parent_unchanged_is_no_candidate() -> None:
