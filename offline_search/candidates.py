@@ -12,6 +12,7 @@ from pydantic import Field, JsonValue
 
 from offline_search.components import (
     BASE,
+    DEFAULT_KERNEL,
     JsonObject,
     components_json,
     searched_components,
@@ -35,7 +36,7 @@ tied, ``last`` in the last round, and ``open`` otherwise."""
 PURPOSES: Mapping[str, str] = {
     "exploit": "the best candidate with other numbers",
     "ablate": "a candidate without one of its parts, or with that part replaced by a simpler one",
-    "explore": "a structure that is not listed",
+    "explore": "a structure (the names of all atoms, whatever their numbers) that is not listed",
     "combine": "parts of two or more candidates",
     "worst_category": "a change for the category with the largest share of the loss",
 }
@@ -148,6 +149,8 @@ def _load_components(
     """The state with these components in any space; raises :class:`StateError` if invalid."""
     searched = searched_components(settings)
     parts = {name: components[name] for name in searched if name in components}
+    if isinstance(scoring := parts.get("scoring"), dict):
+        parts["scoring"] = {"kernel": DEFAULT_KERNEL, **scoring}
     if settings.bases and BASE in components:
         # Only the name is read, because parameters of base policies are not searched.
         choice = components[BASE]

@@ -18,6 +18,9 @@ RANK_AT = "rank_at"
 BASE = "base_policy"
 """Names of the optional components, which are searched if the settings say so."""
 
+DEFAULT_KERNEL: JsonObject = {"atom": "pairwise_cosine_kernel"}
+"""The kernel of a proposal without one, as proposals are whose selector reads no kernel."""
+
 
 def searched_components(settings: Settings) -> tuple[str, ...]:
     """Names of the components that a search varies, except the base policy."""
@@ -37,14 +40,16 @@ def components_json(state: PruningState) -> JsonObject:
 
 
 def compact_json(state: PruningState, bases: bool = False) -> JsonObject:
-    """The components of a state as a prompt shows them, without defaults that add little.
+    """The components of a state as a prompt shows them, without a kernel that nothing reads.
 
-    ``bases``: whether to add the base policy, for a search that has several to choose from.
+    Defaults that add little are left out too. ``bases``: whether to add the base policy, for a
+    search that has several to choose from.
     """
     included = {"source", *COMPONENTS, CORE, RANK_AT}
     body: JsonObject = state.model_dump(
         mode="json", include=included, exclude_defaults=True
     )
+    leave_out_kernel(body, state)
     constraints = state.constraints
     compact: JsonObject = {
         "pool": [
@@ -66,6 +71,13 @@ def compact_json(state: PruningState, bases: bool = False) -> JsonObject:
     }
     # Only its name is shown, because its parameters are not searched.
     return {**body, BASE: {"name": state.base_policy.name}} if bases else body
+
+
+def leave_out_kernel(body: JsonObject, state: PruningState) -> None:
+    """Remove the kernel from the components of a state if nothing reads it."""
+    scoring = body["scoring"]
+    if isinstance(scoring, dict) and not state.reads_kernel:
+        scoring.pop("kernel")
 
 
 def structure(state: PruningState) -> tuple[str, ...]:

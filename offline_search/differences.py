@@ -16,7 +16,8 @@ from vllm_autoprune.statistics import Estimate, Floats
 Verdict = Literal["better", "worse", "same", "undecided"]
 """Verdict of a difference on the first of two policies."""
 
-_MINIMUM_IMAGES = 4
+MINIMUM_IMAGES = 4
+"""Smallest number of images for which a standard error is estimated."""
 
 SMALLEST_CHANGE = 0.01
 """Values of a question that differ by no more count as unchanged."""
@@ -41,6 +42,15 @@ class Difference:
             return "undecided"
         return "better" if self.value > 0 else "worse"
 
+    def judge(self, resolution: float) -> Verdict:
+        """Verdict on a difference for prompts.
+
+        ``same`` if the difference, two standard errors either way, lies within ``resolution``;
+        else ``better`` or ``worse`` by two standard errors.
+        """
+        is_within = abs(self.value) + 2 * self.error <= resolution
+        return "same" if is_within else self.verdict()
+
     @property
     def low(self) -> float:
         """The difference minus two standard errors."""
@@ -49,6 +59,13 @@ class Difference:
     def estimate(self) -> Estimate:
         """The difference with an interval of two standard errors on both sides."""
         return Estimate(self.value, self.low, self.value + 2 * self.error).rounded(6)
+
+
+def count_decimals(error: float) -> int:
+    """Decimals that show two digits of a standard error, from 2 to 4, as more say nothing."""
+    if not 0 < error < math.inf:
+        return 2
+    return min(max(1 - math.floor(math.log10(error)), 2), 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +132,7 @@ def compare(
         mean += sign * level
         terms[rows] += sign * weights * (corrected - level)
         fewest = min(fewest, len(np.unique(images[rows])))
-    if fewest < _MINIMUM_IMAGES:
+    if fewest < MINIMUM_IMAGES:
         return Difference(mean, math.inf)
     sums = np.bincount(images, terms)
     count = len(np.unique(images[np.isfinite(values) | np.isfinite(reference)]))

@@ -139,8 +139,8 @@ class RecordedEvaluator:
             answers = await self._evaluator.evaluate(job)
             if not all(map(math.isfinite, answers.logprob)):
                 what = "a log-probability of a reference answer is not finite"
-                examples = f"examples {job.start} to {job.stop}"
-                raise EvaluationFailed.of(examples, what)
+                questions = f"questions {job.start} to {job.stop}"
+                raise EvaluationFailed.of(questions, what)
             rounded = tuple(round(value, _DECIMALS) for value in answers.logprob)
             result["logprob"] = rounded
             result["right"] = "".join("01"[correct] for correct in answers.right)

@@ -21,9 +21,9 @@ from offline_search.differences import (
     Difference,
     PairedDifference,
     Strata,
-    Verdict,
     compare,
     compare_paired,
+    count_decimals,
     fit_difficulty,
 )
 from offline_search.ledger import ProposalRecord, Standing, TrialRecord
@@ -147,12 +147,14 @@ class Trial:
 class CategoryMean:
     """Mean value of a trial over the ``questions`` of a category that it was asked.
 
-    ``base`` is the mean of the base policy over the same questions.
+    ``base`` is the mean of the base policy over the same questions, and ``estimate`` that of the
+    trial over all questions of the category, corrected for their difficulty.
     """
 
     questions: int
     value: float
     base: float
+    estimate: float
 
 
 _MAX_LEADERS = 3
@@ -339,21 +341,20 @@ class History:
             return PairedDifference(Difference(0.0, math.inf), 0, 0, 0)
         return compare_paired(self.examples, values, reference_values)
 
-    def usual_reach(self) -> float:
-        """Two standard errors of a usual difference of leaders on the questions asked so far."""
-        return self.reach(max(self.count_questions(self.base), 1))
+    def usual_resolution(self) -> float:
+        """The resolution; of a search without one, that of all its questions, which it repeats."""
+        return self.resolution or self.reach(max(self.count_questions(self.base), 1))
 
-    def judge(self, gap: Difference) -> Verdict:
-        """Verdict on a difference for prompts, where :meth:`usual_reach` may be the resolution.
-
-        The same, where two standard errors either way lie within the resolution.
-        """
-        verdict = gap.verdict(self.resolution)
-        if verdict in ("better", "worse"):
-            return verdict
-        resolution = self.resolution or self.usual_reach()
-        is_within = abs(gap.value) + 2 * gap.error <= resolution
-        return "same" if is_within else "undecided"
+    def count_decimals(self) -> int:
+        """Decimals of all figures of a prompt: two digits of the usual error of a difference."""
+        errors = [
+            self.compare_paired(trial, self.base).mean.error for trial in self.trials
+        ]
+        usual = [error for error in errors if 0 < error < math.inf]
+        if not usual:
+            values = self.base_values[self._population()]
+            usual = [float(values.std()) / math.sqrt(len(values))]
+        return count_decimals(float(np.median(usual)))
 
     def count_categories(self) -> dict[str, int]:
         """Number of questions by category that any trial was asked so far."""
@@ -361,12 +362,16 @@ class History:
         return dict(Counter(self.examples[row].category for row in rows))
 
     def by_category(self, trial: Trial) -> dict[str, CategoryMean]:
-        """Plain means of a trial's values in the categories that it was asked questions of."""
+        """Means of a trial's values in the categories that it was asked questions of.
+
+        Weighted by the numbers of questions, their estimates give :meth:`estimate`.
+        """
         values = self.values(trial)
         means = dict[str, CategoryMean]()
         if values is None:
             return means
         names = np.array([example.category for example in self.examples])
+        difficulty = self.difficulty()
         for name in self.count_categories():
             rows = np.flatnonzero((names == name) & np.isfinite(values))
             if rows.size:
@@ -374,6 +379,10 @@ class History:
                     questions=len(rows),
                     value=float(values[rows].mean()),
                     base=float(self.base_values[rows].mean()),
+                    estimate=float(
+                        (values - difficulty)[rows].mean()
+                        + np.nanmean(difficulty[names == name])
+                    ),
                 )
         return means
 

@@ -92,7 +92,7 @@ def _describe_pools(tokens: int, kept: int) -> str:
     """Sizes of the largest pools of an image of so many tokens, of which K are ``kept``."""
     unpicked = max(tokens - kept, 0)
     largest = round(MAX_POOL_RATIO * kept)
-    null = f"With pool_ratio null a pool has all {unpicked} tokens that are not picked"
+    null = f"With pool_ratio null a pool has all {unpicked} other tokens"
     if largest < unpicked:
         return (
             f"{null}; with {MAX_POOL_RATIO:g}, the largest number, {largest} of them."

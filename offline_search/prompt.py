@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from typing_extensions import TypedDict
 
-from offline_search.candidates import Stage
+from offline_search.candidates import Draft, Stage
 from offline_search.history import History, Trial
 from offline_search.settings import Settings
-from offline_search.summary import format_score
 from offline_search.task import describe_reply, describe_task, dump_policy
 from vllm_autoprune.tpdsl.state import PruningState
 
@@ -26,6 +26,15 @@ Messages = tuple[_Message, ...]
 
 _MAX_SHOWN_REPLY = 4000
 """Number of characters of an invalid proposal that are sent back with its problems."""
+
+_ORIGINS: Mapping[str, str] = {
+    "warm start": "that every search starts with (a known policy, and signals alone)",
+    "random": "drawn at random",
+    "tpe": "drawn where a statistical model of the scores expects high ones",
+    "mutation": "made of one of the best by random changes",
+    "crossover": "mixed of two of the best",
+}
+"""Descriptions of the candidates of a round that no language model proposed, by origin."""
 
 _AIMS: Mapping[Stage, str] = {
     "first": "",
@@ -46,16 +55,32 @@ def describe_request(
     name = f"{number}.{begin}"
     if not purposes:
         return f"Propose candidate {name}, in search of a higher score{_AIMS[stage]}."
-    candidates = f"candidate {name}"
-    if len(purposes) > 1:
-        last = begin + len(purposes) - 1
-        candidates = (
-            f"candidates {name} to {number}.{last}, each different from all others"
-        )
+    if len(purposes) == 1:
+        return f"Propose candidate {name}, in search of a higher score. Its purpose: {purposes[0]}."
     return (
-        f"Propose {candidates}, in search of a higher score. Their purposes, in order: "
+        f"Propose candidates {name} to {number}.{begin + len(purposes) - 1}, each different from "
+        "all others, in search of a higher score. Their purposes, in order: "
         f"{', '.join(purposes)}."
     )
+
+
+def describe_field(requested: int, proposed: int, others: Sequence[Draft]) -> str:
+    """Sentence of a prompt: how many candidates compete in a round, and where they are from.
+
+    Of ``proposed`` candidates of the model, ``requested`` are those of the prompt.
+    """
+    count = proposed + len(others)
+    if count == requested:
+        return "No other candidates compete in this round."
+    parts = [f"the {requested} that you propose now"]
+    if proposed > requested:
+        parts.append(f"{proposed - requested} that you propose in other requests")
+    origins = Counter(draft.origin for draft in others)
+    parts += [
+        f"{number} {_ORIGINS.get(origin, origin)}" for origin, number in origins.items()
+    ]
+    listed = f"{', '.join(parts[:-1])} and {parts[-1]}"
+    return f"{count} candidates compete in this round: {listed}."
 
 
 def proposal_prompt(
@@ -68,12 +93,12 @@ def proposal_prompt(
     """
     if isinstance(example, Trial):
         text = dump_policy(example.require_state(), settings)
-        section = f"The example is the whole of candidate {example.name}:\n{text}"
+        section = f"The whole of candidate {example.name}, as an example:\n{text}"
         if text in context:
-            section = f"The example is candidate {example.name}, which is printed whole above."
+            section = f"Candidate {example.name}, printed whole above, is an example of a policy."
     else:
         text = dump_policy(example, settings)
-        section = f"A valid candidate looks like this example:\n{text}"
+        section = f"An example of a policy:\n{text}"
     return _build_messages(settings, f"{context}\n\n{section}\n\n{request}")
 
 
@@ -82,11 +107,12 @@ def crossover_prompt(
 ) -> Messages:
     """EvoPrompting's prompt: parents with their scores, and the score a child should exceed."""
     scores = [history.estimate(parent) or 0.0 for parent in parents]
+    decimals = history.count_decimals()
     described = "\n".join(
-        f"Score {format_score(score)}:\n{dump_policy(parent.require_state(), settings)}"
+        f"Score {score:+.{decimals}f}:\n{dump_policy(parent.require_state(), settings)}"
         for parent, score in zip(parents, scores, strict=True)
     )
-    best = format_score(max(scores))
+    best = f"{max(scores):+.{decimals}f}"
     return _build_messages(
         settings,
         f"Parents:\n{described}\n\nCombine the parents, to score above {best}.",
@@ -106,14 +132,16 @@ def repair_prompt(
             f"- candidate {name}: {'; '.join(texts)[:300]}"
             for name, texts in problems.items()
         )
+        verb = "are" if len(problems) > 1 else "is"
+        order = ", in this order" if len(problems) > 1 else ""
         correction = (
-            f"Not valid are:\n{listed}\nAnswer once more in the same form, with "
-            f"{', '.join(problems)} alone, corrected, in this order."
+            f"Not valid {verb}:\n{listed}\nAnswer once more in the same form, with "
+            f"{', '.join(problems)} alone, corrected{order}."
         )
     else:
         (texts,) = problems.values()
         listed = "\n".join(f"- {problem[:300]}" for problem in texts[:8])
-        correction = f"That is not valid:\n{listed}\nWrite the corrected JSON object, nothing else."
+        correction = f"That is not valid:\n{listed}\nWrite the corrected JSON object."
     return (
         *request,
         {"role": "assistant", "content": reply[: _MAX_SHOWN_REPLY * max(count, 1)]},

@@ -230,11 +230,18 @@ def describe_space(settings: Settings) -> str:
         "divides weights by their sum:",
         "single": "Signals, one of them with weight 1:",
     }[searched.signals]
+    selector = released.constraints.selector
     others = (
         released.scoring.kernel,
         released.scoring.fusion,
         *released.constraints.pool,
-        released.constraints.selector,
+        selector.model_copy(
+            update={
+                name: value
+                for name, value in searched.fixed.items()
+                if name in selector.parameters()
+            }
+        ),
         released.reassembly,
     )
     lines = [
@@ -249,9 +256,8 @@ def describe_space(settings: Settings) -> str:
         "",
         *(_describe_released(call, ranges) for call in others),
     ]
-    quota = searched.fixed.get("q_e")
-    if quota is not None:
-        lines += ["", f"q_e is fixed at {quota:g}, which acts as K where K is less."]
+    if "q_e" in searched.fixed:
+        lines += ["", "A q_e above K acts as K."]
     if "strength" in ranges:
         lines += [
             "",
@@ -267,7 +273,9 @@ def _describe_released(call: AtomCall, ranges: Mapping[str, str]) -> str:
         parameter = type(call).model_fields[name]
         if name in ranges:
             parameters.append(f"{name} {ranges[name]} ({parameter.description})")
-        elif name not in ("atom", "weight") and value != parameter.default:
+        elif name == "q_e" or (
+            name not in ("atom", "weight") and value != parameter.default
+        ):
             fixed = f"{name} is fixed at {json.dumps(value)}"
             parameters.append(f"{fixed} ({parameter.description})")
     text = f"- {call.atom}: {ATOMS.of(call).doc}"

@@ -348,6 +348,7 @@ def _proposal_schema(settings: Settings) -> JsonObject:
     properties = reducer.reduce_fields(
         {name: fields[name] for name in searched_components(settings)}
     )
+    _object(properties["scoring"])["required"] = ["signals", "fusion"]  # no kernel
     required: list[JsonValue] = [*COMPONENTS]
     if settings.bases:
         name: JsonObject = {"enum": list(settings.bases)}

@@ -53,7 +53,7 @@ _STATUS_WORDS: Mapping[Status, str] = {
 }
 _ORIGIN_WORDS = {"llm": "language model", "tpe": "TPE"}
 _MAX_ROWS = 10
-_TEST = "Examples that no candidate was chosen on."
+_TEST = "Questions that no candidate was chosen on."
 _MME = (
     "MME total: accuracy, and accuracy+ (both answers of a pair right), in per cent, added over "
     "all categories."
@@ -170,7 +170,7 @@ class _SearchReport:
                 facts.append("default state of the served model: not known")
             answer += "."
             facts += [
-                f"{winner.test.examples} test examples",
+                f"{winner.test.examples} test questions",
                 f"digest {winner.digest[:12]}",
             ]
             leader = ranked[0].name
@@ -274,7 +274,7 @@ class _SearchReport:
         finalists = Table("Objectives of the finalists", head, rows, "lrrrr")
         why = (
             f"The {len(winner.confirmed)} best candidates of the search split were measured on the "
-            "validation split, and their gains over the base policy estimated on the examples of "
+            "validation split, and their gains over the base policy estimated on the questions of "
             "both together: the search split alone favours candidates that were lucky on it. "
             f"{self._explain_choice(winner)} Objectives on the search split are estimates for all "
             "its questions that were asked, corrected for which of them each candidate was asked."
@@ -454,11 +454,13 @@ class ProgressLog:
         self._clock = clock
         self._created = self._rounds_started = clock()
 
-    def on_start(self, history: History, examples: int) -> None:
+    def on_start(self, history: History, questions: int) -> None:
         """Write the base policy's objective."""
         base = history.base.result.objective or 0.0
         elapsed = self._clock() - self._created
-        self._write(f"base policy {base:+.4f} on {examples} examples ({elapsed:.0f} s)")
+        self._write(
+            f"base policy {base:+.4f} on {questions} questions ({elapsed:.0f} s)"
+        )
         self._rounds_started = self._clock()
 
     def on_round(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from offline_search.candidates import BASE_PARENT, Draft
 from offline_search.dataset import Dataset, cut_blocks
-from offline_search.differences import compare
+from offline_search.differences import compare, count_decimals
 from offline_search.evaluator import EvaluationJob, RecordedEvaluator
 from offline_search.history import Answers, History, Trial, rounded_mean
 from offline_search.ledger import (
@@ -29,7 +29,6 @@ from offline_search.ledger import (
 )
 from offline_search.schedule import RACING_ERRORS, RACING_STAGES, count_of_share
 from offline_search.settings import Settings
-from offline_search.summary import format_score
 from vllm_autoprune.errors import AutopruneError, EvaluationFailed
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.ops.rowwise import mask_from_indices
@@ -415,29 +414,25 @@ class RoundEvaluator:
         ``reference`` has the leader's values. Of the rest, the best one in ``divisor`` goes on.
         """
         questions = self._questions[: len(reference)]
-        after = f"after {len(questions)} of {len(self._questions)} questions"
         undecided: list[tuple[float, _Candidate]] = []
         for candidate in _unfinished(candidates):
             values = self._values(candidate)
             gap = compare(questions, values, reference)
-            difference = f"{format_score(gap.value)} ± {1000 * gap.error:.0f}"
-            details = f"{after}, with {difference} to the leader before the round"
+            decimals = count_decimals(gap.error)
+            details = f"{gap.value:+.{decimals}f} ± {gap.error:.{decimals}f}"
             reason = ""
             if gap.verdict(errors=RACING_ERRORS) == "worse":
-                reason = f"behind {details}"
+                reason = f"behind the leader before the round, {details}"
             elif resolution and gap.verdict(resolution) == "same":
-                reason = f"tied {details}"
+                reason = f"tied with the leader before the round, {details}"
             if reason:
                 candidate.result = self._result(candidate, "dropped", reason=reason)
             else:
                 undecided.append((float(values.mean()), candidate))
         undecided.sort(key=lambda entry: -entry[0])
         best = math.ceil(len(undecided) / divisor)
-        for place, (mean, candidate) in enumerate(undecided[best:], best + 1):
-            reason = (
-                f"outranked {after}, at place {place} of {len(undecided)} by the mean of the "
-                f"answers so far, {format_score(mean)}"
-            )
+        for place, (_, candidate) in enumerate(undecided[best:], best + 1):
+            reason = f"outranked, at place {place} of {len(undecided)}"
             candidate.result = self._result(candidate, "dropped", reason=reason)
 
     def _result(

@@ -84,9 +84,11 @@ class EvaluationBudget:
         ending = "It is the last one."
         if settings.has_fixed_evaluations:
             usual = settings.per_round * self.per_candidate
+            at = " at one K" if len(settings.budgets) > 1 else ""
             round_text = (
-                f"Round {number}; {spent} of {self.answers} answers are spent, and a round takes "
-                f"about {usual}."
+                f"Round {number}. The search may take {self.answers} answers, each of one "
+                f"candidate to one question{at}; {spent} are taken, and a round takes about "
+                f"{usual}, of all its candidates together."
             )
             ending = (
                 f"It is the last one, unless it takes fewer than the {self.answers - spent} that "
@@ -111,16 +113,15 @@ class EvaluationBudget:
 
     def _describe_race(self, resolution: float) -> str:
         """Description of the race: after how many questions which candidates are dropped."""
-        texts = [
-            f"the best 1 in {divisor} after {count_of_share(share, self.questions)}"
-            for share, divisor in RACING_STAGES
-            if share < 1
-        ]
+        stages = [(share, divisor) for share, divisor in RACING_STAGES if share < 1]
+        counts = [str(count_of_share(share, self.questions)) for share, _ in stages]
+        kept = [f"the best 1 in {divisor}" for _, divisor in stages]
         tied = ", those tied with it within the resolution" if resolution else ""
         return (
-            f". Dropped are those behind, by more than {RACING_ERRORS:g} standard errors "
-            f"below the leader before the round{tied}, and of the others those outranked, not "
-            f"among {', or '.join(texts)} questions"
+            f". After {' and after '.join(counts)} of them candidates are dropped: those behind "
+            f"the leader before the round, by more than {RACING_ERRORS:g} standard errors{tied}; "
+            f"and of the others those outranked, which are all but {', then '.join(kept)} by the "
+            "mean of their answers, all of which are to the same questions"
         )
 
 

@@ -221,7 +221,7 @@ class _Recording:
         return ()
 
     async def evaluate(self, job: EvaluationJob) -> Answers:
-        questions = f"examples {job.start} to {job.stop} of the {job.split} split"
+        questions = f"questions {job.start} to {job.stop} of the {job.split} split"
         raise SearchError.of(
             "recording",
             f"has no evaluation of {questions} at K = {job.budget}",

@@ -1,7 +1,8 @@
 """Summary H_t of Algorithm 2: the measurements of all rounds so far, as prompts present them.
 
-Scores and differences are explained once, in :mod:`offline_search.task`. Every candidate that is
-named is printed once: as changes of its parent if the parent is printed, else as a whole.
+Scores, differences and verdicts are explained once, in :mod:`offline_search.task`. A summary has at
+most :data:`MAX_SUMMARY` characters. It prints candidates in order of how much they tell, each once,
+as changes of its parent if that is printed already, until there is no room for more.
 """
 
 from __future__ import annotations
@@ -11,19 +12,36 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from statistics import median
+from typing import Literal
 
 import numpy as np
 from pydantic import JsonValue
 
 from offline_search.candidates import BASE_PARENT, Expectation
-from offline_search.components import BASE, compact_json, components_json
-from offline_search.differences import SMALLEST_CHANGE, PairedDifference, Verdict
-from offline_search.history import CategoryMean, History, Trial
+from offline_search.components import (
+    BASE,
+    JsonObject,
+    compact_json,
+    components_json,
+    leave_out_kernel,
+)
+from offline_search.differences import (
+    MINIMUM_IMAGES,
+    SMALLEST_CHANGE,
+    PairedDifference,
+    Verdict,
+)
+from offline_search.history import History, Trial
 from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.transfer import Change, list_changes
+
+MAX_SUMMARY = 20_000
+"""Largest number of characters of a summary."""
+
+_MAX_HYPOTHESES = 5000
+"""Largest number of characters of all hypotheses."""
 
 _MAX_BEST = 10
 """Number of best candidates, of different structures, that a summary lists."""
@@ -31,26 +49,30 @@ _MAX_BEST = 10
 _MAX_ROUNDS = 10
 """Number of last rounds whose scores a summary lists."""
 
+_MAX_CATEGORIES = 12
+"""Number of categories with the largest shares of the loss, which a summary lists."""
+
+_MAX_QUESTION = 160
+"""Number of characters of an example question."""
+
 _MAX_FAILURES = 3
-_MAX_CHANGES = 6
-_MAX_DROPPED = 8
 
 _CANDIDATES = (
-    "Candidates: score, on how many questions (differences to {leader}, which leads, and to its "
-    "parent, over the questions that both were asked, with the number of those where it is up and "
-    "down by more than {smallest}; by category the mean of its answers, and where it was not asked "
-    "all questions of it, on how many, and the mean of base on the same{exchanges}); policy."
+    "Candidates: score, on how many questions{dropped}; differences to {references}; by category "
+    "the mean of its answers less that of base on the same questions, where it was asked {minimum} "
+    "or more{exchanges}; policy."
 )
 _EXCHANGES = (
-    "; tokens that it exchanges; and, as means over images, quality of the lowest pick of the base "
-    "policy and of the best other token, both before the exchange"
+    "; tokens that it exchanges; means over images of the lowest quality of a reference token and "
+    "of the highest of another, before the exchange"
 )
-_TITLE_OF_BEST = (
-    "Best candidates, of those that were asked all questions of their round: one of each structure "
-    "(the names of all atoms):"
-)
+_BEST = "The best of each structure, of candidates that were asked all questions of their round:"
+_LATEST = "Others of the last round:"
+_NAMED = "Others that these name:"
+_EARLIER = "Others of earlier rounds:"
 
-_TITLE_OF_DROPPED = "Dropped in earlier rounds; the same policy is not measured again:"
+_Test = Literal["confirmed", "refuted", "undecided"]
+"""Verdict on a hypothesis."""
 
 _OUTCOMES: Mapping[Verdict, Expectation] = {
     "better": "higher",
@@ -61,13 +83,16 @@ _OUTCOMES: Mapping[Verdict, Expectation] = {
 
 
 def summarize(history: History) -> str:
-    """The summary H_t: loss by category, trend, best, last and dropped candidates, failures."""
-    return "\n".join(_Summary(history).lines())
+    """The summary H_t: loss by category, trend, candidates, hypotheses, failures."""
+    return _Summary(history).render()
 
 
-def format_score(value: float | None) -> str:
-    """A score as prompts show it: an objective in thousandths."""
-    return "not measured" if value is None else f"{round(1000 * value):+d}"
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What was measured of a hypothesis, in words, and the verdict on it."""
+
+    text: str
+    verdict: _Test = "undecided"
 
 
 @dataclass(frozen=True)
@@ -82,9 +107,14 @@ class _Summary:
         return self.history.leader()
 
     @cached_property
-    def best(self) -> Sequence[Trial]:
-        """The best candidate of each structure."""
-        return self.history.ranked_structures()[:_MAX_BEST]
+    def decimals(self) -> int:
+        """Decimals of all scores and differences."""
+        return self.history.count_decimals()
+
+    @cached_property
+    def resolution(self) -> float:
+        """The difference within which verdicts are the same."""
+        return self.history.usual_resolution()
 
     @cached_property
     def latest(self) -> Sequence[Trial]:
@@ -94,141 +124,94 @@ class _Summary:
         return [trial for trial in trials if trial.proposal.round == last]
 
     @cached_property
-    def sections(self) -> Mapping[str, Sequence[Trial]]:
-        """Candidates to print by title of the section; each is in the first section that fits."""
+    def categories(self) -> Sequence[str]:
+        """Names of the categories that are listed, the largest loss first."""
+        losses = self._losses
+        return sorted(losses, key=lambda name: losses[name])[:_MAX_CATEGORIES]
+
+    @cached_property
+    def _losses(self) -> Mapping[str, float]:
+        """Sum of the leader's values by category, which is negative for a loss."""
         history = self.history
-        parents = {name for trial in self.latest for name in trial.proposal.parents[:1]}
-        names = parents | {trial.name for trial in self.latest}
-        same_as = {
-            trial.result.same_as
-            for trial in history.trials
-            if trial.result.status == "same" and trial.name in names
+        means = history.by_category(self.leader)
+        return {
+            name: count * means[name].estimate if name in means else 0.0
+            for name, count in history.count_categories().items()
         }
-        dropped = [
-            trial for trial in history.trials if trial.result.status == "dropped"
+
+    def render(self) -> str:
+        """The text; candidates have the room that all other parts leave."""
+        head = [*self._describe_questions(), *self._describe_trend()]
+        tail = [
+            *self._describe_ties(),
+            *self._describe_hypotheses(),
+            *self._describe_failures(),
         ]
-        by_title: Mapping[str, Sequence[Trial]] = {
-            _TITLE_OF_BEST: self.best,
-            "Others of the last round:": self.latest,
-            "Others that these name:": [
-                trial for trial in history.trials if trial.name in parents | same_as
-            ],
-            _TITLE_OF_DROPPED: dropped,
-        }
-        printed = set[str]()
-        sections: dict[str, Sequence[Trial]] = {}
-        for title, trials in by_title.items():
-            sections[title] = [
-                trial
-                for trial in trials
-                if trial.state is not None and trial.name not in printed
-            ]
-            if title == _TITLE_OF_DROPPED:
-                sections[title] = sections[title][-_MAX_DROPPED:]
-            printed |= {trial.name for trial in sections[title]}
-        return sections
+        used = sum(len(line) + 1 for line in (*head, *tail))
+        return "\n".join([*head, *self._list_candidates(MAX_SUMMARY - used), *tail])
 
-    @cached_property
-    def printed(self) -> Mapping[str, Trial]:
-        """The candidates that are printed, and the base policy, by name."""
-        trials = chain([self.history.base], *self.sections.values())
-        return {trial.name: trial for trial in trials}
-
-    @cached_property
-    def named(self) -> Mapping[str, Trial]:
-        """The measured parents of printed candidates that are not printed themselves, by name."""
+    def _describe_questions(self) -> Iterator[str]:
+        """Number of questions, resolution, the base policy's score, and the categories."""
         history = self.history
-        trials: dict[str, Trial] = {}
-        for child in self.printed.values():
-            for name in child.proposal.parents[:1]:
-                parent = history.find(name)
-                measured = history.find_measured(name)
-                if parent and measured and measured.values is not None:
-                    trials |= {trial.name: trial for trial in (parent, measured)}
-        return {name: trials[name] for name in trials if name not in self.printed}
-
-    def lines(self) -> Iterator[str]:
-        """The summary, line by line."""
-        history = self.history
+        resolution = ""
+        if self.resolution:
+            resolution = f" Resolution: {self.resolution:.{self.decimals}f}."
         count = history.count_questions(history.base)
-        yield f"Questions asked so far: {count}.{self._describe_resolution()}"
-        yield f"Base policy alone ({BASE_PARENT}): {format_score(history.estimate(history.base))}."
-        yield from self._describe_categories()
-        yield from self._describe_trend()
-        if any(self.sections.values()):
-            probed = any(trial.exchanges is not None for trial in self.printed.values())
-            yield _CANDIDATES.format(
-                leader=self.leader.name,
-                smallest=f"{1000 * SMALLEST_CHANGE:.0f}",
-                exchanges=_EXCHANGES if probed else "",
-            )
-        for title, trials in self.sections.items():
-            if trials:
-                yield title
-            for trial in trials:
-                yield f"- {self._describe(trial)}"
-        if self.named:
-            yield "Parents of these, whose policies are not printed again:"
-        for trial in self.named.values():
-            yield f"- {self._describe_score(trial)}"
-        yield from self._describe_ties()
-        yield from self._describe_hypotheses()
-        yield from self._describe_failures()
-
-    def _describe_resolution(self) -> str:
-        """Sentence on the differences that count as the same; empty before any is known."""
-        history = self.history
-        if history.resolution:
-            return (
-                f" Resolution: {1000 * history.resolution:.0f}; a difference within it is neither "
-                "higher nor lower."
-            )
-        reach = 1000 * history.usual_reach()
-        if round(reach) <= 0:
-            return ""
-        return f" Resolution: {reach:.0f}, two standard errors of a usual difference of leaders."
+        yield f"Questions asked so far: {count}.{resolution}"
+        score = self._format_score(history.estimate(history.base))
+        yield f"Base policy alone ({BASE_PARENT}): {score}."
+        if history.examples:
+            yield from self._describe_categories()
 
     def _describe_categories(self) -> Iterator[str]:
         """A row for each category, with the question in it that the leader answers worst."""
         history = self.history
-        if not history.examples:
-            return
         leader = self.leader
-        counts = history.count_categories()
-        base = history.by_category(history.base)
-        scores = history.by_category(leader)
-        losses = {name: counts[name] * mean.value for name, mean in scores.items()}
-        total = sum(losses.values())
-        columns = f"score of base, score of {leader.name}"
-        if leader is history.base:
-            columns = "score of base"
+        columns = "score of base"
+        if leader is not history.base:
+            columns += f", score of {leader.name}"
         yield (
             f"Category: questions, {columns}, share of the loss of {leader.name}; the question "
-            "that it loses most at:"
+            "that it loses most at, and its score there, or an example where it loses at none:"
         )
-        for name in sorted(counts, key=lambda name: losses.get(name, 0.0)):
-            figures = [str(counts[name]), format_score(base[name].value)]
+        counts = history.count_categories()
+        base = history.by_category(history.base)
+        means = history.by_category(leader)
+        total = sum(self._losses.values())
+        for name in self.categories:
+            figures = [str(counts[name]), self._format_score(base[name].estimate)]
             if leader is not history.base:
-                figures.append(_format_mean(scores.get(name), counts[name]))
-            share = losses.get(name, 0.0) / total if total else 0.0
+                mean = means.get(name)
+                figures.append(
+                    self._format_score(mean.estimate) if mean else "not asked"
+                )
+            share = self._losses[name] / total if total else 0.0
             figures.append(f"{round(100 * share)}%")
-            yield f"- {name}: {', '.join(figures)}; {self._find_worst_question(name)}"
+            yield f"- {name}: {', '.join(figures)}; {self._find_question(name)}"
+        others = [name for name in counts if name not in self.categories]
+        if others:
+            share = sum(self._losses[name] for name in others) / total if total else 0.0
+            questions = sum(counts[name] for name in others)
+            yield f"- {len(others)} others: {questions} questions, {round(100 * share)}%"
 
-    def _find_worst_question(self, category: str) -> str:
-        """The question of a category on which the leader, or else the base policy, loses most."""
+    def _find_question(self, category: str) -> str:
+        """The question that the leader loses most at, with its value; or an example."""
         history = self.history
-        values = history.best_values()
         rows = [
             row
             for row, example in enumerate(history.examples)
             if example.category == category
         ]
-        answered = [row for row in rows if np.isfinite(values[row])]
-        if not answered:
-            values = history.base_values
-            answered = [row for row in rows if np.isfinite(values[row])]
-        worst = min(answered, key=lambda row: values[row])
-        return json.dumps(history.examples[worst].question, ensure_ascii=False)
+        values = history.best_values()
+        asked = [row for row in rows if np.isfinite(history.base_values[row])]
+        worst = min(asked, key=lambda row: np.nan_to_num(values[row]))
+        text = history.examples[worst].question
+        if len(text) > _MAX_QUESTION:
+            text = f"{text[:_MAX_QUESTION]}..."
+        question = json.dumps(text, ensure_ascii=False)
+        if values[worst] < -SMALLEST_CHANGE:
+            return f"{question} {self._format_score(values[worst])}"
+        return f"such as {question}"
 
     def _describe_trend(self) -> Iterator[str]:
         """Scores of the candidates of the last rounds, from the second round on."""
@@ -239,7 +222,8 @@ class _Summary:
                 rounds.setdefault(trial.proposal.round, []).append(score)
         if len(rounds) > 1:
             scores = [
-                f"{number}: {format_score(max(values))}, {format_score(median(values))}"
+                f"{number}: {self._format_score(max(values))}, "
+                f"{self._format_score(median(values))}"
                 for number, values in rounds.items()
             ]
             yield (
@@ -247,38 +231,122 @@ class _Summary:
                 f"{'; '.join(scores[-_MAX_ROUNDS:])}."
             )
 
-    def _describe(self, trial: Trial) -> str:
+    def _rank_candidates(self) -> Iterator[tuple[str, Trial]]:
+        """Candidates with the titles of their sections, in order of how much they tell.
+
+        The leader; what the model proposed last, and what that names; the best of each structure;
+        the others of the last round, then those of earlier rounds, by their scores.
+        """
+        history = self.history
+        best = history.ranked_structures()[:_MAX_BEST]
+        yield from ((_BEST, trial) for trial in best if trial is self.leader)
+        names_of_best = [trial.name for trial in best]
+        tested = [trial for trial in self.latest if trial.proposal.hypothesis]
+        names = [trial.result.same_as for trial in tested]
+        names += [name for trial in tested for name in trial.proposal.parents[:1]]
+        for name in names:
+            trial = history.find(name)
+            if trial is not None and trial is not history.base:
+                yield _BEST if trial.name in names_of_best else _NAMED, trial
+        yield from (
+            (_BEST if trial.name in names_of_best else _LATEST, trial)
+            for trial in tested
+        )
+        yield from ((_BEST, trial) for trial in best)
+        scores = {
+            trial.name: score
+            for trial in history.trials
+            if (score := history.estimate(trial)) is not None
+        }
+        by_score = sorted(
+            (trial for trial in history.trials if trial.name in scores),
+            key=lambda trial: -scores[trial.name],
+        )
+        latest = [trial.name for trial in self.latest]
+        yield from ((_LATEST, trial) for trial in by_score if trial.name in latest)
+        yield from ((_EARLIER, trial) for trial in by_score)
+
+    def _list_candidates(self, room: int) -> Iterator[str]:
+        """Lines of the candidates that fit into so many characters, by section."""
+        history = self.history
+        header = self._describe_columns()
+        counted = "{} more candidates were measured and are not listed."
+        room -= sum(map(len, (header, _BEST, _LATEST, _NAMED, _EARLIER, counted))) + 20
+        printed = {history.base.name: history.base}
+        sections: dict[str, list[str]] = {
+            title: [] for title in (_BEST, _LATEST, _NAMED, _EARLIER)
+        }
+        for title, trial in self._rank_candidates():
+            if trial.name in printed or trial.state is None:
+                continue
+            line = f"- {self._describe(trial, printed)}"
+            if len(line) < room:
+                room -= len(line) + 1
+                printed[trial.name] = trial
+                sections[title].append(line)
+        if len(printed) > 1:
+            yield header
+        for title, lines in sections.items():
+            if lines:
+                yield title
+                yield from lines
+        measured = [trial for trial in history.trials if trial.values is not None]
+        unlisted = sum(trial.name not in printed for trial in measured)
+        if unlisted:
+            yield counted.format(unlisted)
+
+    def _describe_columns(self) -> str:
+        """What the line of a candidate has, in order."""
+        text = BASE_PARENT
+        if self.leader is not self.history.base:
+            text = f"{self.leader.name}, which leads, and {BASE_PARENT}"
+        trials = self.history.trials
+        probed = any(trial.exchanges is not None for trial in trials)
+        dropped = any(trial.result.status == "dropped" for trial in trials)
+        return _CANDIDATES.format(
+            references=text,
+            dropped=", why it was dropped if it was" if dropped else "",
+            minimum=MINIMUM_IMAGES,
+            exchanges=_EXCHANGES if probed else "",
+        )
+
+    def _describe(self, trial: Trial, printed: Mapping[str, Trial]) -> str:
         """One candidate on one line: score, differences, what it did, and its policy."""
-        text = self._describe_score(trial)
-        if trial.values is not None:
-            text += f" ({'; '.join(self._list_figures(trial))})"
-        return f"{text}; {self._describe_policy(trial)}"
+        figures = [self._describe_score(trial), *self._list_figures(trial)]
+        return f"{trial.name}: {'; '.join(figures)}; {self._describe_policy(trial, printed)}"
 
     def _describe_score(self, trial: Trial) -> str:
-        """Name and score of a candidate, on how many questions, and why it was dropped."""
-        status = trial.result.status
-        if status == "same":
-            score = format_score(self.history.objective_of(trial.name))
-            twin = f"of {trial.result.same_as}, whose tokens and rows it has"
-            return f"{trial.name}: {score} {twin}"
+        """Score of a candidate, on how many questions, and why it was dropped."""
+        result = trial.result
+        if result.status == "same":
+            score = self._format_score(self.history.objective_of(trial.name))
+            return f"{score} of {result.same_as}, whose tokens and rows it has"
         if trial.values is None:
-            return f"{trial.name}: not measured, {trial.result.reason[:100]}"
+            return f"not measured, {result.reason[:100]}"
         count = self.history.count_questions(trial)
-        score = f"{format_score(self.history.estimate(trial))} on {count} questions"
-        if status == "dropped":
-            score += f", then dropped: {trial.result.reason}"
-        return f"{trial.name}: {score}"
+        score = self._format_score(self.history.estimate(trial))
+        dropped = f", dropped: {result.reason}" if result.status == "dropped" else ""
+        return f"{score} on {count} questions{dropped}"
 
     def _list_figures(self, trial: Trial) -> Iterator[str]:
-        """Differences, scores by category, exchanges and idle parts of a measured candidate."""
+        """Differences, categories, exchanges and idle parts of a measured candidate."""
+        if trial.values is None:
+            return
         history = self.history
-        if history.examples:
-            for name in self._list_references(trial):
-                reference = history.find_measured(name)
-                assert reference is not None, "what is referred to was measured"
-                gap = history.compare_paired(trial, reference)
+        references = {trial.name: trial for trial in (self.leader, history.base)}
+        references.pop(trial.name, None)
+        for name, reference in references.items():
+            gap = history.compare_paired(trial, reference)
+            if gap.questions:
                 yield f"to {name} {self._format_difference(gap)}"
-        yield from self._list_categories(trial)
+        means = history.by_category(trial)
+        gains = [
+            f"{name} {self._format_score(means[name].value - means[name].base)}"
+            for name in self.categories
+            if name in means and means[name].questions >= MINIMUM_IMAGES
+        ]
+        if gains:
+            yield ", ".join(gains)
         state = trial.require_state()
         if trial.exchanges is not None and not _is_idle(state):
             yield f"exchanges {trial.exchanges:.1f} tokens"
@@ -296,31 +364,7 @@ class _Summary:
         if state.reassembly.idle:
             yield "reassembly changes no row"
 
-    def _list_references(self, trial: Trial) -> Iterator[str]:
-        """Names of the leader, and of a measured parent, unless they are the candidate itself."""
-        if trial is not self.leader:
-            yield self.leader.name
-        name = (*trial.proposal.parents[:1], BASE_PARENT)[0]
-        parent = self.history.find_measured(name)
-        if parent is None or parent is trial or parent is self.leader:
-            return
-        if name in self.printed or name in self.named:
-            yield name
-
-    def _list_categories(self, trial: Trial) -> Iterator[str]:
-        """Mean of each category that a candidate was asked, and those that it was not."""
-        means = self.history.by_category(trial)
-        counts = self.history.count_categories()
-        for name, mean in means.items():
-            text = f"{name} {_format_mean(mean, counts[name])}"
-            if mean.questions < counts[name]:
-                text += f" (base {format_score(mean.base)})"
-            yield text
-        missing = [name for name in counts if name not in means]
-        if missing:
-            yield f"not asked: {', '.join(missing)}"
-
-    def _describe_policy(self, trial: Trial) -> str:
+    def _describe_policy(self, trial: Trial, printed: Mapping[str, Trial]) -> str:
         """The candidate as changes of a parent that is printed, or as a whole."""
         state = trial.require_state()
         names_bases = self.history.names_bases
@@ -329,19 +373,21 @@ class _Summary:
             acting.pop("scoring", None)
             acting.pop("constraints", None)
             return f"exchanges nothing, with {_dump(acting)}"
-        parent = self.printed.get((*trial.proposal.parents, "")[0])
-        # Changes of a scoring that is not printed would not be understood.
-        if parent is not None and parent.state and not _is_idle(parent.state):
-            old = components_json(parent.state)
-            new = components_json(state)
-            if names_bases:
-                old[BASE] = {"name": parent.state.base_policy.name}
-                new[BASE] = {"name": state.base_policy.name}
-            changes = list_changes(old, new)
-            if len(changes) <= _MAX_CHANGES:
-                texts = [_describe_change(change, old, new) for change in changes]
-                return f"{parent.name} with {', '.join(texts) or 'no change'}"
-        return _dump(compact_json(state, names_bases))
+        texts = [_dump(compact_json(state, names_bases))]
+        for name in (*trial.proposal.parents[:1], self.leader.name):
+            near = printed.get(name)
+            # Changes of a scoring that is not printed would not be understood.
+            if near is not None and near.state and not _is_idle(near.state):
+                texts.append(f"{name} with {self._list_changes(near.state, state)}")
+        return min(texts, key=len)
+
+    def _list_changes(self, parent: PruningState, state: PruningState) -> str:
+        """Changes that make one state of another."""
+        old = _describe_state(parent, self.history.names_bases)
+        new = _describe_state(state, self.history.names_bases)
+        changes = list_changes(old, new)
+        texts = [_describe_change(change, old) for change in changes]
+        return ", ".join(texts) or "no change"
 
     def _describe_ties(self) -> Iterator[str]:
         """The candidates that may score as high as the leader."""
@@ -351,38 +397,65 @@ class _Summary:
             yield f"Not known to differ from {self.leader.name}: {names}."
 
     def _describe_hypotheses(self) -> Iterator[str]:
-        """One line for each hypothesis of the last round."""
-        tested = [trial for trial in self.latest if trial.proposal.hypothesis]
-        if tested:
-            yield "Hypotheses of the last round, with the difference to the parent:"
-        for trial in tested:
-            yield f"- {self._describe_hypothesis(trial)}"
+        """One line for each hypothesis that there is room for.
 
-    def _describe_hypothesis(self, trial: Trial) -> str:
-        """A hypothesis, the difference that tests it, and the verdict on it."""
+        Those of the last round come first, then decided ones of earlier rounds, the latest first.
+        """
+        tested = [trial for trial in self.history.trials if trial.proposal.hypothesis]
+        if not tested:
+            return
+        yield "Hypotheses, with the difference to the parent that tests them:"
+        latest = [trial.name for trial in self.latest]
+        outcomes = {trial.name: self._test_hypothesis(trial) for trial in tested}
+        tested.sort(key=lambda trial: -trial.proposal.round)
+        tested.sort(
+            key=lambda trial: (
+                trial.name not in latest,
+                trial.name not in latest
+                and outcomes[trial.name].verdict == "undecided",
+            )
+        )
+        room = _MAX_HYPOTHESES
+        for listed, trial in enumerate(tested):
+            described = _describe_hypothesis(trial, trial.name in latest)
+            line = f"- {described} => {outcomes[trial.name].text}"
+            room -= len(line) + 1
+            if room < 0:
+                yield f"{len(tested) - listed} more hypotheses are not listed."
+                break
+            yield line
+
+    def _test_hypothesis(self, trial: Trial) -> _Outcome:
+        """What was measured of a hypothesis, and the verdict on it."""
         history = self.history
         hypothesis = trial.proposal.hypothesis
         assert hypothesis is not None
-        parent = trial.proposal.parents[0] if trial.proposal.parents else BASE_PARENT
-        purpose = f"{hypothesis.purpose or 'no purpose'} of {parent}, expected {hypothesis.expect}"
+        parent = (*trial.proposal.parents[:1], BASE_PARENT)[0]
         measured = history.find_measured(trial.name)
         reference = history.find_measured(parent)
         if measured is None or history.estimate(measured) is None:
             result = trial.result
-            outcome = f"not measured, {result.status}: {result.reason[:100]}"
-        elif reference is None or reference.values is None:
-            outcome = "untested, the parent was not measured"
-        elif measured is reference:
-            outcome = f"untested, it keeps the tokens of {parent}"
+            return _Outcome(f"not measured, {result.status}: {result.reason[:100]}")
+        if reference is None or reference.values is None:
+            return _Outcome("untested, the parent was not measured")
+        if measured is reference:
+            kept = f"it keeps the tokens of {parent}"
             if hypothesis.expect == "same":
-                outcome = f"confirmed, it keeps the tokens of {parent}"
-        else:
-            gap = history.compare_paired(measured, reference)
-            outcome = self._format_difference(gap)
-            if gap.questions:
-                outcome += _judge(gap, history.judge(gap.mean), hypothesis.expect)
-        text = hypothesis.text or "no hypothesis"
-        return f"{trial.name} ({purpose}): {text} => {outcome}"
+                return _Outcome(f"confirmed, {kept}", "confirmed")
+            return _Outcome(f"untested, {kept}")
+        gap = history.compare_paired(measured, reference)
+        text = self._format_difference(gap)
+        if not gap.questions:
+            return _Outcome(text)
+        if gap.mean.value == gap.mean.error == 0 and hypothesis.expect != "same":
+            return _Outcome(f"{text}: untested, no answer changed")
+        found = gap.mean.judge(self.resolution)
+        if found == "undecided":
+            return _Outcome(text)
+        verdict: _Test = (
+            "confirmed" if hypothesis.expect == _OUTCOMES[found] else "refuted"
+        )
+        return _Outcome(f"{text}: {verdict}", verdict)
 
     def _describe_failures(self) -> Iterator[str]:
         """The most frequent reasons for which candidates could not be measured."""
@@ -395,38 +468,43 @@ class _Summary:
         for reason, count in reasons.most_common(_MAX_FAILURES):
             yield f"- {reason[:160]} ({count} times)"
 
+    def _format_score(self, score: float | None) -> str:
+        """A score with the decimals that the errors of differences support."""
+        return "not measured" if score is None else f"{score:+.{self.decimals}f}"
+
     def _format_difference(self, gap: PairedDifference) -> str:
-        """A difference with its standard error, its number of questions, and the verdict."""
+        """A difference with its standard error, the verdict, and its numbers of questions."""
         if not gap.questions:
             return "unknown, as no question was asked of both"
-        error = (
-            f"{1000 * gap.mean.error:.0f}" if np.isfinite(gap.mean.error) else "unknown"
-        )
-        verdict = self.history.judge(gap.mean)
+        error = "unknown"
+        if np.isfinite(gap.mean.error):
+            error = f"{gap.mean.error:.{self.decimals}f}"
+        verdict = gap.mean.judge(self.resolution)
         return (
-            f"{format_score(gap.mean.value)} ± {error}, {_OUTCOMES.get(verdict, verdict)} "
+            f"{self._format_score(gap.mean.value)} ± {error}, {_OUTCOMES.get(verdict, verdict)} "
             f"(of {gap.questions}, {gap.rises} up, {gap.falls} down)"
         )
 
 
-def _judge(gap: PairedDifference, verdict: Verdict, expect: Expectation) -> str:
-    """Whether a difference confirms or refutes what was expected; empty where it is undecided."""
-    if verdict == "undecided":
-        return ""
-    if expect == _OUTCOMES[verdict]:
-        return ": confirmed"
-    is_unchanged = gap.mean.value == gap.mean.error == 0
-    return ": untested, no answer changed" if is_unchanged else ": refuted"
+def _describe_hypothesis(trial: Trial, is_latest: bool) -> str:
+    """Name and expectation of a candidate, and its hypothesis.
+
+    ``is_latest``: whether to add the purpose and the parent, which later prompts may not print.
+    """
+    hypothesis = trial.proposal.hypothesis
+    assert hypothesis is not None
+    parent = (*trial.proposal.parents[:1], BASE_PARENT)[0]
+    details = f"expected {hypothesis.expect}"
+    if is_latest:
+        details = f"{hypothesis.purpose or 'no purpose'} of {parent}, {details}"
+    return f"{trial.name} ({details}): {hypothesis.text or 'no hypothesis'}"
 
 
-def _format_mean(mean: CategoryMean | None, questions: int) -> str:
-    """The mean of a category of so many questions, and how many of them were asked if not all."""
-    if mean is None:
-        return "not asked"
-    scope = (
-        "" if mean.questions == questions else f" on {mean.questions} of {questions}"
-    )
-    return f"{format_score(mean.value)}{scope}"
+def _describe_state(state: PruningState, names_bases: bool) -> JsonObject:
+    """The components of a state that act, to be compared with those of another."""
+    body = components_json(state)
+    leave_out_kernel(body, state)
+    return {**body, BASE: {"name": state.base_policy.name}} if names_bases else body
 
 
 def _is_idle(state: PruningState) -> bool:
@@ -435,19 +513,21 @@ def _is_idle(state: PruningState) -> bool:
     return not (exchanges or state.orders_by_quality or state.core is not None)
 
 
-def _describe_change(change: Change, old: JsonValue, new: JsonValue) -> str:
-    """Text of a change, with names of atoms in place of their positions."""
+def _describe_change(change: Change, old: JsonValue) -> str:
+    """Text of a change of ``old``, with names of atoms in place of their positions."""
     names = list[str]()
-    document = new if change.kind == "added" else old
-    for part in change.where.split("/")[1:]:
-        if isinstance(document, list):
+    document = old
+    parts = change.where.split("/")[1:]
+    for depth, part in enumerate(parts, 1):
+        if change.kind == "added" and depth == len(parts):
+            document = change.after  # the last position is that in the new document
+        elif isinstance(document, list):
             document = document[int(part)]
-            names.append(
-                str(document.get("atom", part)) if isinstance(document, dict) else part
-            )
         elif isinstance(document, dict):
             document = document.get(part)
-            names.append(part)
+        if part.isdecimal() and isinstance(document, dict):
+            part = str(document.get("atom", part))
+        names.append(part)
     name = " ".join(names[1:] if len(names) > 2 else names)
     if change.kind == "added":
         return f"{name} added: {_format_value(_shorten(change.after))}"

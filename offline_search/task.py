@@ -18,6 +18,7 @@ from offline_search.candidates import (
     describe_purposes,
 )
 from offline_search.components import BASE, compact_json, searched_components
+from offline_search.differences import SMALLEST_CHANGE
 from offline_search.released_space import describe_space
 from offline_search.search_space import excluded_atoms
 from offline_search.settings import MAX_QUOTA, Objective, Settings
@@ -26,22 +27,16 @@ from vllm_autoprune.tpdsl.reference import render_language
 from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import Positions
 
-_STEPS = """A policy starts from the picks of the base policy, and refines them in four steps:
-1. Scoring: signals are min-max normalised in each image, to 0 to 1; the fusion makes the quality\
- of each token of them. No weight is negative; only instruction_guided_visual_relevance has a sign.
-2. Pool: tokens that may enter, of those that are not picked.
-3. Selector: exchanges picks for tokens of the pool{quota}. It reads the quality\
-{exceptions}.
-4. Reassembly: computes the rows of the kept tokens that the language model reads, from the \
-discarded tokens that are assigned to each, its group, and their order. A pick that is kept begins \
-with the row that the base policy makes of it, any other with the vision tower's. Kept tokens \
-stand {positions}."""
-
-_EXCEPTIONS = """, but reference_strict_preservation_selector reads nothing, and three read it by \
-the pool alone: runtime_reference_anchor_pool_dpp_selector, and with {kernels} also \
-anchor_controlled_pool_dpp_selector and constrained_pool_dpp_selector. With these, signals and \
-fusion act at most on the order of rows where the pool does not read quality either, as \
-diversity_pool_builder does not, nor quality_pool_builder with pool_ratio null"""
+_STEPS = """A policy starts from the K tokens that the base policy picks, in an order: the \
+reference selection. It refines them in four steps:
+1. Scoring: signals are min-max normalised in each image, to 0 to 1; the fusion makes of them the \
+quality of each token. No weight is negative; only instruction_guided_visual_relevance has a sign.
+2. Pool: tokens that may enter, of those outside the reference selection.
+3. Selector: exchanges reference tokens for tokens of the pool{quota}.
+4. Reassembly: computes the rows that the language model reads of the kept tokens, from the \
+discarded tokens that are assigned to each, its group, and their order. A reference token that is \
+kept begins with the row that the base policy makes of it, any other with the vision tower's. Kept \
+tokens stand {positions}."""
 
 _PLACES: Mapping[Positions, str] = {
     "true": "where they stood in the whole image, whatever the order of rows",
@@ -50,11 +45,17 @@ _PLACES: Mapping[Positions, str] = {
 }
 """Descriptions of the positions that kept tokens have for the language model."""
 
-_HOW_PARTS_ACT = """The kernel acts in reference_residual_exchange_selector where lam is set, \
-anchor_controlled_pool_dpp_selector and constrained_pool_dpp_selector; the partition, \
-spatial_grid_partition unless another is written, in the last alone. Where nothing is exchanged, \
-scoring, pool and selector do nothing, but that rows may be ordered by quality. The orders score \
-and pick act at strength 0 too."""
+_WHAT_READS_WHAT = """Parts that nothing reads change nothing:
+- Quality, and with it signals and fusion, is read by quality_pool_builder unless pool_ratio is \
+null and by spatial_coverage_pool_builder, also as sources; by kernels that scale by it; by the \
+order score; and by all selectors but reference_strict_preservation_selector, \
+runtime_reference_anchor_pool_dpp_selector, anchor_controlled_pool_dpp_selector and \
+constrained_pool_dpp_selector.
+- The pool is read by all selectors but reference_strict_preservation_selector and \
+quality_topk_selector.
+- The kernel is read by reference_residual_exchange_selector where lam is set, by \
+anchor_controlled_pool_dpp_selector and by constrained_pool_dpp_selector. With others leave it out.
+- Where nothing is exchanged, only reassembly acts; the order score reads quality there too."""
 
 _EQUAL_SIGNALS = (
     "In an image of one tile redundancy_density_penalty with m null is "
@@ -62,68 +63,78 @@ _EQUAL_SIGNALS = (
 )
 
 _SCORES = """Scores: a score is {score}: 0 is as with all tokens, higher is better. All scores of \
-a prompt are on one scale: each is an estimate for all questions that were asked so far, \
-whichever of them its candidate was asked, corrected for how difficult those were and weighted by \
-category. So all of them are computed again after every round, and a score may differ from that \
-in an earlier prompt; one of few questions may be corrected to above 0. A difference is the mean \
-over the n questions that both were asked, ± its standard error over images, which is unknown for \
-fewer than four; scores are estimates for all questions asked so far, so they need not differ by \
-that. Of a candidate that was asked fewer questions than the leader, the differences are more \
-certain than the score, which assumes that the questions it was not asked are as hard for it as \
-for the candidates that were asked them. A difference is *higher* or *lower* if it exceeds two \
-standard errors, else *same* if it and two standard errors, added, do not exceed the resolution, \
-else *undecided*."""
+a prompt are on one scale, estimates for all questions that were asked so far: the mean over those \
+that a candidate was asked, corrected for how difficult they were and weighted by category. They \
+are estimated again after every round, so one may differ from that in an earlier prompt; that of \
+few questions is rough, and may come out above 0.
+A difference of two candidates is firmer: the mean over the questions that both were asked, which \
+need not be the difference of their scores, ± its standard error over images, unknown for fewer \
+than four; then the verdict, and at how many of those questions the first is up and down by more \
+than {smallest}. The resolution is {resolution}. The verdict is *same* if the difference and two \
+standard errors, added, are within the resolution, else *higher* or *lower* if the difference \
+exceeds two standard errors, else *undecided*. A policy that was measured is not measured again."""
+
+_RESOLUTION = (
+    "the smallest difference that the search can tell: two standard errors of the difference of "
+    "leading candidates, once they are asked all questions that it may ask them; it is estimated "
+    "anew after every round"
+)
 
 _OBJECTIVES: Mapping[Objective, str] = {
     "quality": "the mean log-probability of the reference answers less that of the model with all "
-    "tokens, in thousandths of nats",
+    "tokens, in nats",
     "mme": "the MME total of the model (accuracy and accuracy+ of each category in per cent, "
-    "summed) less that of the model with all tokens, in points",
+    "summed) less that of the model with all tokens, in thousands of points",
 }
 
 
 @cache
 def describe_task(settings: Settings) -> str:
     """The constant part of all prompts: the goal, the language, and how policies are scored."""
-    is_small = settings.space != "all"
-    language = f"""These atoms can be used:
-
-{render_language(searched_components(settings), excluded_atoms(settings)).strip()}
-
-{_HOW_PARTS_ACT} {_describe_quota(settings)}"""
-    if is_small:
-        language = describe_space(settings)
     quota = ", at most q_e of them"
-    exceptions = ""
-    if not is_small:
-        quota += ", or up to K in quality_topk_selector, which has no q_e"
-        kernels = "pairwise_cosine_kernel"
-        if settings.library != "paper":
-            kernels += " or centred_cosine_kernel with weighted false"
-        exceptions = _EXCEPTIONS.format(kernels=kernels)
+    if settings.space == "all":
+        language = _describe_language(settings)
+        quota += "; quality_topk_selector has no q_e"
+    else:
+        language = describe_space(settings)
+    resolution = _RESOLUTION
+    if settings.resolution:
+        resolution = f"{settings.resolution:g}, the smallest difference that counts"
     parts = (
         _describe_goal(settings),
-        _STEPS.format(
-            quota=quota,
-            exceptions=exceptions,
-            positions=_PLACES[settings.positions],
+        _STEPS.format(quota=quota, positions=_PLACES[settings.positions]),
+        _SCORES.format(
+            score=_OBJECTIVES[settings.objective],
+            smallest=SMALLEST_CHANGE,
+            resolution=resolution,
         ),
-        _SCORES.format(score=_OBJECTIVES[settings.objective]),
         language,
         _describe_form(settings),
     )
     return "\n\n".join(parts)
 
 
+def _describe_language(settings: Settings) -> str:
+    """The atoms of the whole language with their parameters, and which of them act on what."""
+    left_out = excluded_atoms(settings)
+    quota = min(settings.source_budget, MAX_QUOTA)
+    notes = [_WHAT_READS_WHAT]
+    if settings.library != "paper":
+        left_out |= {"r_min"}  # it follows from q_e
+        notes.append(_EQUAL_SIGNALS)
+    atoms = render_language(searched_components(settings), left_out, quota)
+    return "\n\n".join(("These atoms can be used:", atoms.strip(), *notes))
+
+
 def describe_reply(settings: Settings) -> str:
     """The form of a reply: one policy, or a list of policies with a hypothesis each."""
     if settings.proposals_per_reply == 1:
-        return "Answer with one such object and nothing else."
+        return "Answer with one such object."
     purposes = "\n".join(
         f"  - {name}: {what}" for name, what in describe_purposes(settings).items()
     )
-    return f"""Answer with {{"{PROPOSALS}": [...]}} and nothing else: a list of such objects, each \
-beginning with
+    return f"""Answer with the object {{"{PROPOSALS}": [...]}}, a list of policies, each of which \
+begins with
 
 - "purpose", one of
 {purposes}
@@ -146,7 +157,7 @@ def _describe_goal(settings: Settings) -> str:
     policy = BASE_POLICIES[settings.base_policy]
     goal = (
         f"You design a policy that decides which K = {budget} of the N visual tokens of an image a "
-        "vision-language model keeps. A candidate below is such a policy. "
+        "vision-language model keeps for a question, the instruction. A candidate is a policy. "
     )
     if len(settings.budgets) > 1:
         others = ", ".join(map(str, settings.budgets[1:]))
@@ -166,21 +177,13 @@ def _describe_goal(settings: Settings) -> str:
     written = base_in_atoms(settings)
     if written is None:
         return (
-            f"{goal} The atoms below cannot make its picks otherwise; any policy that exchanges "
-            "nothing and changes no row is the base policy alone."
+            f"{goal} The atoms below cannot express it: policies start from its picks, and one "
+            "that exchanges nothing and changes no row is the base policy alone."
         )
     return (
         f"{goal} Written in the atoms below, with the same picks in an image of one tile, it is "
         f"{dump_policy(written, settings)}"
     )
-
-
-def _describe_quota(settings: Settings) -> str:
-    """Range of q_e in the whole language."""
-    quota = f"q_e is 0 to {min(settings.source_budget, MAX_QUOTA)}"
-    if settings.library == "paper":
-        return f"{quota}."
-    return f"{_EQUAL_SIGNALS} {quota}, and r_min is K - q_e: leave it out."
 
 
 def _describe_form(settings: Settings) -> str:
@@ -190,9 +193,10 @@ def _describe_form(settings: Settings) -> str:
         "rank_at": (settings.rank_at, '"rank_at": ...'),
         BASE: (bool(settings.bases), f'"{BASE}": {{"name": ...}}'),
     }
+    partition = '"partition": ..., ' if settings.space == "all" else ""
     fields = [
         '"scoring": {"signals": [...], "kernel": ..., "fusion": ...}',
-        '"constraints": {"pool": [...], "selector": ...}',
+        f'"constraints": {{"pool": [...], {partition}"selector": ...}}',
         '"reassembly": ...',
         *(text for is_searched, text in optional.values() if is_searched),
     ]

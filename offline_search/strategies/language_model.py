@@ -11,7 +11,12 @@ from typing import ClassVar
 
 from offline_search.candidates import Draft, Stage, list_purposes, minimal_state
 from offline_search.history import History, Trial
-from offline_search.prompt import crossover_prompt, describe_request, proposal_prompt
+from offline_search.prompt import (
+    crossover_prompt,
+    describe_field,
+    describe_request,
+    proposal_prompt,
+)
 from offline_search.proposer import ProposalClient, ProposalRequest
 from offline_search.settings import Settings
 
@@ -39,12 +44,14 @@ class Round:
         replies = await asyncio.gather(*map(self.client.request, requests))
         return [draft for drafts in replies for draft in drafts]
 
-    async def request_improvements(self, settings: Settings, count: int) -> list[Draft]:
+    async def request_improvements(
+        self, settings: Settings, count: int, others: Sequence[Draft] = ()
+    ) -> list[Draft]:
         """Request the first ``count`` drafts of a round, one by one or in lists.
 
         A draft has to improve on the best trial, or on the simplest state if none is measured yet.
         Requests are concurrent, share a prompt prefix, and are batched by the endpoint. Purposes
-        continue from list to list, over all rounds.
+        continue from list to list, over all rounds. ``others`` compete with the drafts.
         """
         history = self.history
         best = history.best()
@@ -65,8 +72,9 @@ class Round:
                 start = (self.number - 1) * count + begin
                 purposes = list_purposes(start, length, self.stage)
             request = describe_request(self.number, begin, self.stage, purposes)
+            field = describe_field(max(length, 1), count, others)
             messages = proposal_prompt(
-                settings, self.context, example, f"{self.position} {request}"
+                settings, self.context, example, f"{self.position} {field} {request}"
             )
             requests.append(
                 ProposalRequest(

@@ -263,8 +263,9 @@ class _AutoPrunePlus(Strategy, name="autoprune+"):
         else:
             source = RandomSource(rng)
             derived = [_sample_draft("random", source, settings) for _ in range(slots)]
-        written = await current.request_improvements(settings, written_count)
-        return [*written, *(Draft("warm start", state) for state in starts), *derived]
+        others = [*(Draft("warm start", state) for state in starts), *derived]
+        written = await current.request_improvements(settings, written_count, others)
+        return [*written, *others]
 
 
 def _warm_start_states(settings: Settings) -> list[PruningState]:

@@ -143,15 +143,16 @@ def test_a_proposal_names_one_of_the_base_policies_offered(
         )
 
 
-def test_compact_json_keeps_all_searched_components() -> None:
+def test_compact_json_keeps_all_searched_components_that_act() -> None:
     for name in shipped_states():
         state = load_state(name)
         again = assemble_state(
             compact_json(state), Settings(base_policy=state.base_policy.name)
         )
-        assert (again.scoring, again.reassembly) == (state.scoring, state.reassembly), (
-            name
-        )
+        scoring = state.scoring
+        if not state.reads_kernel:
+            scoring = scoring.model_copy(update={"kernel": again.scoring.kernel})
+        assert (again.scoring, again.reassembly) == (scoring, state.reassembly), name
         assert again.constraints == state.constraints, name
 
 

@@ -121,7 +121,7 @@ def test_progress_shows_share_best_and_remaining_time() -> None:
         trial("1.1", status="invalid", reason="no such atom"),
     ]
     progress.on_round(history.trials, history, 0.25, Cost(prompt_tokens=9))
-    assert lines[0] == "base policy -0.2000 on 24 examples (10 s)"
+    assert lines[0] == "base policy -0.2000 on 24 questions (10 s)"
     leader = "1.0 by llm leads on the search split, -0.1000"
     assert f"25% round 1: 1 evaluated, 1 invalid; {leader}" in lines[1]
     assert "3 min left" in lines[1] and "no such atom" in lines[2]

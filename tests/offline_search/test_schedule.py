@@ -57,13 +57,14 @@ def test_prompts_say_which_round_it_is_and_whether_another_follows(
 def test_prompts_say_what_a_candidate_costs_and_when_it_is_dropped() -> None:
     raced = EvaluationBudget(RACED, questions=128).describe_round(1, 0, 0.0)
     assert raced.endswith(
-        "Another follows. A candidate is asked 128 questions at most, each at 2 budgets. Dropped "
-        "are those behind, by more than 3 standard errors below the leader before the round, and "
-        "of the others those outranked, not among the best 1 in 3 after 16, or the best 1 in 2 "
-        "after 64 questions."
+        "Another follows. A candidate is asked 128 questions at most, each at 2 budgets. After 16 "
+        "and after 64 of them candidates are dropped: those behind the leader before the round, by "
+        "more than 3 standard errors; and of the others those outranked, which are all but the "
+        "best 1 in 3, then the best 1 in 2 by the mean of their answers, all of which are to the "
+        "same questions."
     )
     tied = EvaluationBudget(RACED, questions=128).describe_round(1, 0, 0.1)
-    assert "those tied with it within the resolution, and of the others" in tied
+    assert "those tied with it within the resolution; and of the others" in tied
     several = ROUNDS.model_copy(update={"budgets": (8, "1/4")})
     text = EvaluationBudget(several, questions=10).describe_round(1, 0, 0.0)
     assert text.endswith("A candidate is asked 10 questions, each at 2 budgets.")

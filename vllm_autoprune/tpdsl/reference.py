@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from pydantic import BaseModel, JsonValue, TypeAdapter
@@ -39,6 +40,8 @@ class _Place:
     group: Group
     kind: type[AtomCall] = AtomCall
     many: bool = False
+    note: str = ""
+    """What a reader has to know of the field beside its atoms."""
 
     @property
     def names(self) -> list[str]:
@@ -53,8 +56,20 @@ PLACES = (
     _Place("/scoring/signals", "scoring", many=True),
     _Place("/scoring/kernel", "similarity_kernel"),
     _Place("/scoring/fusion", "score_fusion"),
-    _Place("/constraints/pool", "candidate_pool", PoolCall, many=True),
-    _Place("/constraints/partition", "candidate_pool", PartitionCall),
+    _Place(
+        "/constraints/pool",
+        "candidate_pool",
+        PoolCall,
+        many=True,
+        note="each within the pool of the one before",
+    ),
+    _Place(
+        "/constraints/partition",
+        "candidate_pool",
+        PartitionCall,
+        note="optional, by default spatial_grid_partition; only constrained_pool_dpp_selector "
+        "reads it",
+    ),
     _Place("/constraints/selector", "selection_constraints"),
     _Place("/reassembly", "reassembly"),
     _Place("/safety", "safety_checks", many=True),
@@ -70,6 +85,13 @@ class _Parameter:
     values: str
     default: str
     description: str
+
+    def limit(self, largest_quota: int | None) -> _Parameter:
+        """The parameter with the range of a search, if it is a number of exchanges."""
+        if largest_quota is None or self.name not in ("q_e", "r_min"):
+            return self
+        values = re.sub(r"(?<=to )\d+", str(largest_quota), self.values)
+        return replace(self, values=values)
 
 
 def _list_parameters(model: type[BaseModel]) -> list[_Parameter]:
@@ -122,12 +144,15 @@ _RANK_PLACES: dict[RankAt, str] = {
 
 
 def render_language(
-    components: Collection[str] = (), left_out: Collection[str] = ()
+    components: Collection[str] = (),
+    left_out: Collection[str] = (),
+    largest_quota: int | None = None,
 ) -> str:
     """Base policies, fields of a state, their atoms and parameters, in Markdown.
 
     With ``components``, such as ``("scoring",)``, the text is only about these fields of a state
-    and those inside them. The atoms ``left_out`` do not appear.
+    and those inside them. The atoms and parameters ``left_out`` do not appear. ``largest_quota`` is
+    that of q_e and r_min, if not the language's.
     """
     lines = []
     if not components:
@@ -137,7 +162,8 @@ def render_language(
         if components and place.pointer.split("/")[1] not in components:
             continue
         many = ", a list" if place.many else ""
-        lines += ["", f"{place.group} ({place.pointer}{many}):", ""]
+        note = f", {place.note}" if place.note else ""
+        lines += ["", f"{place.group} ({place.pointer}{many}{note}):", ""]
         if place.group == "reassembly":
             lines += _describe_reassembly()
             continue
@@ -147,7 +173,11 @@ def render_language(
             if name in left_out:
                 continue
             atom = ATOMS[name]
-            parameters = _list_parameters(ATOMS[name].call)
+            parameters = [
+                parameter.limit(largest_quota)
+                for parameter in _list_parameters(ATOMS[name].call)
+                if parameter.name not in left_out
+            ]
             new = _describe(p for p in parameters if p not in described)
             repeated = ", ".join(p.name for p in parameters if p in described)
             described.update(parameters)
@@ -185,8 +215,9 @@ def _describe(parameters: Iterable[_Parameter]) -> str:
 
 def _describe_reassembly() -> Iterator[str]:
     """The 81 atoms by their axes, which is shorter than one line per atom."""
-    yield "reassemble/ASSIGNMENT.AGGREGATION.OUTPUT.ORDERING, or one of the names below; has no"
-    yield "effect at strength 0 (for exchange: at margin 10), which is the default"
+    yield "reassemble/ASSIGNMENT.AGGREGATION.OUTPUT.ORDERING, or one of the names below. No row"
+    yield "changes by default: strength is 0, and no gain in cosine reaches the margin of 10. The"
+    yield "orders score and pick act nevertheless."
     yield ""
     axes = {"ASSIGNMENT": ASSIGNMENTS, "AGGREGATION": AGGREGATIONS}
     for axis, levels in {**axes, "OUTPUT": OUTPUTS, "ORDERING": ORDERINGS}.items():

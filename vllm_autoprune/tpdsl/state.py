@@ -93,7 +93,9 @@ class Constraints(StatePart):
 
     pool: Annotated[
         tuple[Pool, ...], Field(min_length=1, max_length=8, strict=False)
-    ] = Field(description="builders of the candidate pool, applied in sequence")
+    ] = Field(
+        description="builders of the candidate pool, each within that of the one before"
+    )
     partition: Partition = Field(
         default_factory=lambda: default_call(PartitionCall, "spatial_grid_partition"),
         description="parts of the image, for selectors that cap them; default: a 4 x 4 grid",
@@ -325,6 +327,11 @@ class PruningState(StatePart):
             or constraints.selector.reads_quality(self.scoring.kernel)
             or any(pool.reads_quality for pool in constraints.pool)
         )
+
+    @property
+    def reads_kernel(self) -> bool:
+        """Whether the similarity kernel decides which tokens an exchange keeps."""
+        return self.constraints.selector.reads_kernel
 
     def needs(self, *, exchange: bool) -> frozenset[Need]:
         """Optional inputs that the state reads, with or without its exchange."""

@@ -43,13 +43,13 @@ class _SoftCall(AtomCall):
         0.1,
         ge=0.01,
         le=1.0,
-        description="temperature; small values approach the nearest anchor",
+        description="temperature; small values approach nearest",
     )
 
 
 class _LocalCall(AtomCall):
     radius: int = Field(
-        3, ge=1, le=12, description="largest distance of an anchor, in tokens"
+        3, ge=1, le=12, description="largest distance of that one, in tokens"
     )
 
 
@@ -119,7 +119,8 @@ class _ExchangeCall(_RowsCall):
         10.0,
         ge=0.0,
         le=10.0,
-        description="smallest gain in cosine to the group's mean; from 2 on, rows do not change",
+        description="smallest gain in cosine to the group's mean; no gain exceeds 2, so from 2 on "
+        "rows do not change",
     )
 
     @property

@@ -86,7 +86,7 @@ def _weighted_product_fusion(
     weights: Sequence[float],
     picks: Tensor,
 ) -> Tensor:
-    """Product of the signals, each raised to the power of its weight (equation 15)."""
+    """Product of the signals, each raised to the power of its weight."""
     total = torch.zeros_like(signals[0])
     for signal, weight in zip(signals, weights, strict=True):
         total = total + weight * signal.clamp_min(call.eps).log()

@@ -46,6 +46,11 @@ class SelectorCall(AtomCall):
         """Whether token quality decides, besides the pool and with ``kernel``, what is kept."""
         return True
 
+    @property
+    def reads_kernel(self) -> bool:
+        """Whether the state's similarity kernel decides what is kept."""
+        return False
+
 
 class _PreservingSelector(SelectorCall):
     """A selector that exchanges nothing."""
@@ -92,14 +97,15 @@ class _ResidualSelector(_BoundedSelector):
         ge=0.0,
         le=1.0,
         description="q_e tokens are exchanged, whatever is gained; they enter by quality^power "
-        "less lam x the largest kernel to a kept token; null: pairs, while quality rises",
+        "less lam x the largest kernel to a kept token; null: pairs are exchanged while quality "
+        "rises",
     )
     keep_weight: float = added(
         0.0,
         ge=0.0,
         le=1.0,
         description="with lam: added to the quality of every reference token alike, so it changes "
-        "no pick; kept because the released search varies it",
+        "no pick",
     )
     power: float = added(
         1.0, ge=0.25, le=4.0, description="with lam: power of the normalised quality"
@@ -113,6 +119,11 @@ class _ResidualSelector(_BoundedSelector):
             "Replace the q_e reference tokens of lowest quality, whatever is gained, by tokens of "
             "the pool of high quality that are unlike the kept ones."
         )
+
+    @property
+    def reads_kernel(self) -> bool:
+        """Whether lam is set."""
+        return self.lam is not None
 
 
 class _MarginSelector(_BoundedSelector):
@@ -139,6 +150,11 @@ class _AnchoredSelector(_BoundedSelector):
     def reads_quality(self, kernel: KernelCall) -> bool:
         """Whether the kernel does."""
         return kernel.reads_quality
+
+    @property
+    def reads_kernel(self) -> bool:
+        """True: it is the kernel of the DPP."""
+        return True
 
 
 class _CappedSelector(_AnchoredSelector):
@@ -344,7 +360,7 @@ def _reference_strict_preservation_selector(
 
 @atom("selection_constraints", SelectorCall, origin="listed", cost=0.1)
 def _quality_topk_selector(call: SelectorCall, inputs: SelectorInputs) -> Tensor:
-    """Keep the K tokens of highest quality, regardless of the reference selection."""
+    """Keep the K tokens of highest quality, regardless of reference selection and pool."""
     g = inputs.g
     if inputs.start is not None:
         g = g.masked_fill(inputs.start.closed, -torch.inf)
@@ -428,7 +444,7 @@ def _maximal_marginal_relevance_pool_selector(
 def _anchor_controlled_pool_dpp_selector(
     call: _AnchoredSelector, inputs: SelectorInputs
 ) -> Tensor:
-    """Keep the base policy's first picks as anchors, then greedy DPP over pool and other picks."""
+    """Anchored DPP: the first K - q_e picks (anchors) stay; greedy DPP over pool and picks."""
     return inputs.select_anchored(inputs.kernel)
 
 

@@ -75,8 +75,9 @@ class Relevance(_SignalCall):
     )
     measure: Literal["instruction", "words", "negative_mean"] = added(
         "instruction",
-        description="instruction: cosine with its text segments; words: cosine of the token with "
-        "the mean embedding of its words, where both have one width, else negative_mean; "
+        description="instruction: cosine with its text segments, by the text tower; words: cosine "
+        "with the mean of the language model's embeddings of its words, where those are as wide as "
+        "the token's features, else negative_mean; "
         "negative_mean: minus the mean of the token's channels, which reads no instruction",
     )
 
