@@ -281,6 +281,7 @@ def call(tmp_path: Path, server: FakeServer) -> Callable[..., int]:
     )
 
 
+ONE_STATE = ("--state", "visionzip")
 TWO_STATES = ("--state", "visionzip", "--state", "trim")
 
 
@@ -325,11 +326,13 @@ def test_a_judge_is_asked_as_its_task_asks_and_without_one_the_report_is_not_val
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("OPENAI_API_URL", raising=False)
-    assert call("mmvet,mmbench_en_dev") == 1
+    assert call("mmvet,mmbench_en_dev", *ONE_STATE) == 1
     assert "the judge gave no usable answer (1 times)" in capsys.readouterr().out
     runs.clear()
     judge = "http://judge:1/v1/chat/completions"
-    assert call("mmvet,mmbench_en_dev", "--resume", "--judge-url", judge) == 0
+    assert (
+        call("mmvet,mmbench_en_dev", *ONE_STATE, "--resume", "--judge-url", judge) == 0
+    )
     urls = {run["--tasks"]: run["OPENAI_API_URL"] for run in runs}
     assert urls == {"mmbench_en_dev": judge, "mmvet": "http://judge:1/v1"}
 
@@ -347,7 +350,7 @@ def test_a_program_that_fails_after_it_wrote_samples_is_not_said_to_have_none(
         return SimpleNamespace(**{"stdout": "", **vars(result), "returncode": 1})
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert call("gqa") == 1
+    assert call("gqa", *ONE_STATE) == 1
     assert len(runs) == 1
     captured = capsys.readouterr()
     assert "lmms-eval: ended with 1 -> see " in captured.out + captured.err
@@ -363,7 +366,7 @@ def test_a_program_that_fails_is_reported(
 ) -> None:
     process = SimpleNamespace(returncode=0, stdout=version)
     monkeypatch.setattr(subprocess, "run", lambda *call, **options: process)
-    assert call("gqa") == 1
+    assert call("gqa", *ONE_STATE) == 1
     captured = capsys.readouterr()
     assert message in captured.out + captured.err
 
@@ -376,5 +379,5 @@ def test_a_server_that_dies_stops_the_run(
 ) -> None:
     pages = iter([server.pages[MODELS]] * 2)
     server.pages[MODELS] = lambda: next(pages, error(503, "down"))  # type: ignore[assignment,return-value]
-    assert call("gqa,pope") == 1
+    assert call("gqa,pope", *ONE_STATE) == 1
     assert len(runs) == 1 and "status 503: down" in capsys.readouterr().err
