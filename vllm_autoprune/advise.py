@@ -308,10 +308,13 @@ def judge(
     intervals = _find_intervals(traffic, best, repeats) if repeats else {}
     low, high = intervals.get("gain", (gains[best], gains[best]))
     helps = None if low < WORTHWHILE <= high else low >= WORTHWHILE
+    decoding = estimates["stock"].mean_question["decoding"]
+    is_unknown = traffic.answer > 1 and not decoding
+    beside = ", without decoding, which is not known" if is_unknown else ""
     if helps:
         lines = [
             f"Pruning helps here: at {traffic.questions:g} questions an image, a {best} state "
-            f"takes {1 / gains[best]:.2f} of stock vLLM's time."
+            f"takes {1 / gains[best]:.2f} of stock vLLM's time{beside}."
         ]
     elif helps is None:
         lines = [
