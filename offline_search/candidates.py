@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Literal
 
@@ -17,13 +17,20 @@ from offline_search.components import (
     components_json,
     searched_components,
 )
-from offline_search.released_space import list_problems_of_space, project
+from offline_search.released_space import (
+    SignalChoice,
+    choice_of_signals,
+    list_problems_of_space,
+    project,
+)
 from offline_search.search_space import excluded_atoms
 from offline_search.settings import MAX_QUOTA, Settings
 from vllm_autoprune.errors import Problem, StateError
 from vllm_autoprune.record_file import FrozenModel
+from vllm_autoprune.tpdsl.atoms.pools import PartitionCall, PoolCall
 from vllm_autoprune.tpdsl.atoms.source import FIXED_BUDGETS, BudgetCall
 from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, Group
 from vllm_autoprune.tpdsl.state import SCHEMA, PruningState
 
 Expectation = Literal["higher", "same", "lower"]
@@ -42,10 +49,23 @@ PURPOSES: Mapping[str, str] = {
 }
 """Purposes that are requested of proposals, in this order, and their descriptions in prompts."""
 
-_PURPOSES_IN_SMALL_SPACES: Mapping[str, str] = {
-    "ablate": "a candidate without one of its signals, or with a number where its part does least",
-    "explore": "signals that are not listed, or numbers far from those that are",
-    "combine": "signals or numbers of two or more candidates",
+_PURPOSES_IN_SMALL_SPACES: Mapping[SignalChoice, Mapping[str, str]] = {
+    "fixed": {
+        "ablate": "a candidate with a number where its part does least, such as q_e or strength 0",
+        "explore": "numbers far from those that are listed",
+        "combine": "numbers of two or more candidates",
+    },
+    "any": {
+        "ablate": "a candidate without one of its signals, or with a number where its part does "
+        "least",
+        "explore": "signals that are not listed, or numbers far from those that are",
+        "combine": "signals or numbers of two or more candidates",
+    },
+    "single": {
+        "ablate": "a candidate with a number where its part does least",
+        "explore": "a signal that is not listed, or numbers far from those that are",
+        "combine": "the signal of a candidate, with numbers of others",
+    },
 }
 """Descriptions that differ in a space in which all candidates have one structure, or few."""
 
@@ -80,7 +100,7 @@ def describe_purposes(settings: Settings) -> Mapping[str, str]:
     """What each purpose means in a search."""
     if settings.space == "all":
         return PURPOSES
-    return {**PURPOSES, **_PURPOSES_IN_SMALL_SPACES}
+    return {**PURPOSES, **_PURPOSES_IN_SMALL_SPACES[choice_of_signals(settings.space)]}
 
 
 def list_purposes(begin: int, count: int, stage: Stage) -> list[str]:
@@ -192,7 +212,41 @@ def _load_components(
             "found_by": f"vllm-autoprune search, strategy {settings.strategy}"
         },
     }
-    return load_state(json.dumps(document))
+    try:
+        return load_state(json.dumps(document))
+    except StateError as error:
+        problems = [_offer_names(problem, settings) for problem in error.problems]
+        raise StateError(error.subject, problems) from None
+
+
+_KINDS: Mapping[str, tuple[Group, type[AtomCall]]] = {
+    "/scoring/signals/": ("scoring", AtomCall),
+    "/scoring/kernel": ("similarity_kernel", AtomCall),
+    "/scoring/fusion": ("score_fusion", AtomCall),
+    "/constraints/pool/": ("candidate_pool", PoolCall),
+    "/constraints/partition": ("candidate_pool", PartitionCall),
+    "/constraints/selector": ("selection_constraints", AtomCall),
+    "/reassembly": ("reassembly", AtomCall),
+}
+"""Groups and calls of the atoms that a part takes, by the beginning of its pointers."""
+
+_MAX_NAMES = 24
+"""Largest number of names that a problem lists; of more, it points at the list of the task."""
+
+
+def _offer_names(problem: Problem, settings: Settings) -> Problem:
+    """``problem``, with the names of atoms that the search offers if it suggests others."""
+    kinds = [kind for part, kind in _KINDS.items() if problem.where.startswith(part)]
+    if problem.kind != "unknown_name" or not kinds:
+        return problem
+    left_out = excluded_atoms(settings)
+    names = [name for name in ATOMS.of_kind(*kinds[0]) if name not in left_out]
+    if any(repr(name) in problem.fix for name in names):
+        return problem
+    fix = "use one of those that the task lists for this part"
+    if len(names) <= _MAX_NAMES:
+        fix = f"use one of: {', '.join(names)}"
+    return replace(problem, fix=fix)
 
 
 def base_state(settings: Settings) -> PruningState:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from textwrap import shorten
 from typing import Literal
 
 from typing_extensions import TypedDict
@@ -27,8 +28,14 @@ Messages = tuple[_Message, ...]
 _MAX_SHOWN_REPLY = 4000
 """Number of characters of an invalid proposal that are sent back with its problems."""
 
+_MAX_PROBLEMS = 8
+"""Number of problems of an invalid proposal that are sent back."""
+
+_MAX_PROBLEM = 1000
+"""Number of characters of a problem, enough for the names of all signals."""
+
 _ORIGINS: Mapping[str, str] = {
-    "warm start": "that every search starts with (a known policy, and signals alone)",
+    "warm start": "that every search starts with",
     "random": "drawn at random",
     "tpe": "drawn where a statistical model of the scores expects high ones",
     "mutation": "made of one of the best by random changes",
@@ -76,11 +83,26 @@ def describe_field(requested: int, proposed: int, others: Sequence[Draft]) -> st
     if proposed > requested:
         parts.append(f"{proposed - requested} that you propose in other requests")
     origins = Counter(draft.origin for draft in others)
-    parts += [
-        f"{number} {_ORIGINS.get(origin, origin)}" for origin, number in origins.items()
-    ]
+    for origin, number in origins.items():
+        text = f"{number} {_ORIGINS.get(origin, origin)}"
+        if origin == "warm start":
+            text += f" ({_describe_starts(others)})"
+        parts.append(text)
     listed = f"{', '.join(parts[:-1])} and {parts[-1]}"
     return f"{count} candidates compete in this round: {listed}."
+
+
+def _describe_starts(drafts: Sequence[Draft]) -> str:
+    """The signals of the policies that every search starts with, together and alone."""
+    signals = {
+        tuple(call.atom for call in draft.state.scoring.signals): None
+        for draft in drafts
+        if draft.origin == "warm start" and draft.state is not None
+    }
+    texts = [f"of {', '.join(names)} together" for names in signals if len(names) > 1]
+    if alone := [names[0] for names in signals if len(names) == 1]:
+        texts.append(f"of one signal alone: {', '.join(alone)}")
+    return "; ".join(texts)
 
 
 def proposal_prompt(
@@ -129,7 +151,7 @@ def repair_prompt(
     """
     if count:
         listed = "\n".join(
-            f"- candidate {name}: {'; '.join(texts)[:300]}"
+            f"- candidate {name}: {_cut('; '.join(texts[:_MAX_PROBLEMS]))}"
             for name, texts in problems.items()
         )
         verb = "are" if len(problems) > 1 else "is"
@@ -140,13 +162,18 @@ def repair_prompt(
         )
     else:
         (texts,) = problems.values()
-        listed = "\n".join(f"- {problem[:300]}" for problem in texts[:8])
+        listed = "\n".join(f"- {_cut(problem)}" for problem in texts[:_MAX_PROBLEMS])
         correction = f"That is not valid:\n{listed}\nWrite the corrected JSON object."
     return (
         *request,
         {"role": "assistant", "content": reply[: _MAX_SHOWN_REPLY * max(count, 1)]},
         {"role": "user", "content": correction},
     )
+
+
+def _cut(problem: str) -> str:
+    """The words of a problem that a prompt has room for."""
+    return shorten(problem, _MAX_PROBLEM, placeholder=" ...")
 
 
 def _build_messages(settings: Settings, request: str) -> Messages:

@@ -32,6 +32,9 @@ _REDUNDANCY = "redundancy_density_penalty"
 _WEIGHTS = (0.05, 1.0)
 """Range of a signal's weight; the fusion divides weights by their sum."""
 
+SignalChoice = Literal["fixed", "any", "single"]
+"""Signals of a smaller space: the released policy's own, any of these with any weights, or one."""
+
 _STRENGTH_OF_SEVERAL = 0.003
 """Largest residual strength if q_e is 2 or more."""
 
@@ -41,12 +44,11 @@ class _ReleasedSpace:
     """Parts of the released policy that a space varies; all other parts are as released.
 
     ``ranges`` has inclusive bounds of numbers, ``fixed`` has numbers that differ from the released
-    ones. ``signals``: the policy's own (``fixed``), any of them with any weights, or a ``single``
-    one. r_min is always K - q_e, because a larger r_min is equivalent to a smaller q_e.
+    ones. r_min is always K - q_e, because a larger r_min is equivalent to a smaller q_e.
     """
 
     ranges: Mapping[str, tuple[float, float]]
-    signals: Literal["fixed", "any", "single"]
+    signals: SignalChoice
     fixed: dict[str, float] = field(default_factory=dict)
 
 
@@ -172,6 +174,11 @@ def released_atoms(space: Space) -> frozenset[str]:
     return frozenset(atoms)
 
 
+def choice_of_signals(space: Space) -> SignalChoice:
+    """Which signals a proposal of a smaller space may have."""
+    return _SPACES[space].signals
+
+
 def list_problems_of_space(
     state: PruningState, nearest: PruningState, settings: Settings
 ) -> list[Problem]:
@@ -267,7 +274,7 @@ def describe_space(settings: Settings) -> str:
 
 
 def _describe_released(call: AtomCall, ranges: Mapping[str, str]) -> str:
-    """Description of an atom of the released policy: free numbers, and fixed non-default ones."""
+    """Description of an atom as the fixed parameters make it, with its free and fixed numbers."""
     parameters: list[str] = []
     for name, value in call:
         parameter = type(call).model_fields[name]
@@ -277,6 +284,8 @@ def _describe_released(call: AtomCall, ranges: Mapping[str, str]) -> str:
             name not in ("atom", "weight") and value != parameter.default
         ):
             fixed = f"{name} is fixed at {json.dumps(value)}"
-            parameters.append(f"{fixed} ({parameter.description})")
-    text = f"- {call.atom}: {ATOMS.of(call).doc}"
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                fixed += f" ({parameter.description})"
+            parameters.append(fixed)
+    text = f"- {call.atom}: {ATOMS.describe(call)}"
     return f"{text} {'; '.join(parameters)}" if parameters else text

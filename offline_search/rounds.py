@@ -178,7 +178,9 @@ class RoundEvaluator:
                 values = history.values_of(leader)
                 assert values is not None, "a leader was measured"
                 values = values[self._block][:stop]
-                self._drop_losers(candidates, values, history.resolution, divisor)
+                self._drop_losers(
+                    candidates, leader, values, history.resolution, divisor
+                )
             start = stop
         self._forget_failures(candidates)
         trials = [self._finish(candidate) for candidate in candidates]
@@ -405,13 +407,14 @@ class RoundEvaluator:
     def _drop_losers(
         self,
         candidates: Sequence[_Candidate],
+        leader: str,
         reference: Floats,
         resolution: float,
         divisor: int,
     ) -> None:
         """Drop candidates that are clearly worse than the leader or tied with it, then the weaker.
 
-        ``reference`` has the leader's values. Of the rest, the best one in ``divisor`` goes on.
+        ``reference`` has the values of ``leader``. Of the rest, the best in ``divisor`` goes on.
         """
         questions = self._questions[: len(reference)]
         undecided: list[tuple[float, _Candidate]] = []
@@ -419,12 +422,15 @@ class RoundEvaluator:
             values = self._values(candidate)
             gap = compare(questions, values, reference)
             decimals = count_decimals(gap.error)
-            details = f"{gap.value:+.{decimals}f} ± {gap.error:.{decimals}f}"
+            details = (
+                f"{leader}, the leader before the round, {gap.value:+.{decimals}f} ± "
+                f"{gap.error:.{decimals}f} on the same {len(reference)} questions"
+            )
             reason = ""
             if gap.verdict(errors=RACING_ERRORS) == "worse":
-                reason = f"behind the leader before the round, {details}"
+                reason = f"behind {details}"
             elif resolution and gap.verdict(resolution) == "same":
-                reason = f"tied with the leader before the round, {details}"
+                reason = f"tied with {details}"
             if reason:
                 candidate.result = self._result(candidate, "dropped", reason=reason)
             else:

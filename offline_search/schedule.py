@@ -87,8 +87,8 @@ class EvaluationBudget:
             at = " at one K" if len(settings.budgets) > 1 else ""
             round_text = (
                 f"Round {number}. The search may take {self.answers} answers, each of one "
-                f"candidate to one question{at}; {spent} are taken, and a round takes about "
-                f"{usual}, of all its candidates together."
+                f"candidate to one question{at}; {spent} are taken, those of base not counted, and "
+                f"a round takes about {usual}, of all its candidates together."
             )
             ending = (
                 f"It is the last one, unless it takes fewer than the {self.answers - spent} that "
@@ -100,9 +100,15 @@ class EvaluationBudget:
                 ending = (
                     "Another follows, unless several in a row found nothing better."
                 )
-        cost = f"A candidate is asked {self.questions} questions"
+        cost = f"A candidate is asked {self.questions} questions in its round"
         if self.is_fresh:
-            cost = f"Its questions are others than those of the round before. {cost}"
+            asked = "leaders"
+            if settings.proposals_per_reply > 1:
+                asked += " and parents of its candidates"
+            cost = (
+                "Its questions, others than those of the round before, are asked of earlier "
+                f"{asked} too. {cost}"
+            )
         if settings.races:
             cost += " at most"
         if len(settings.budgets) > 1:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
+from textwrap import shorten
 from typing import Literal
 
 import numpy as np
@@ -43,6 +44,12 @@ MAX_SUMMARY = 20_000
 _MAX_HYPOTHESES = 5000
 """Largest number of characters of all hypotheses."""
 
+_MAX_STEP = 120
+"""Number of characters of the changes of a parent that are printed with a hypothesis."""
+
+_ROOM_OF_COUNT = 50
+"""Room for the number of hypotheses that are not listed."""
+
 _MAX_BEST = 10
 """Number of best candidates, of different structures, that a summary lists."""
 
@@ -57,6 +64,9 @@ _MAX_QUESTION = 160
 
 _MAX_FAILURES = 3
 
+_MAX_REASON = 160
+"""Number of characters of the reason of a failure."""
+
 _CANDIDATES = (
     "Candidates: score, on how many questions{dropped}; differences to {references}; by category "
     "the mean of its answers less that of base on the same questions, where it was asked {minimum} "
@@ -70,6 +80,11 @@ _BEST = "The best of each structure, of candidates that were asked all questions
 _LATEST = "Others of the last round:"
 _NAMED = "Others that these name:"
 _EARLIER = "Others of earlier rounds:"
+
+_HYPOTHESES = (
+    "Hypotheses: the parent, if it is listed; the verdict that was expected; of earlier rounds "
+    "what changed in the parent, if that is short; the difference to the parent that tests it:"
+)
 
 _Test = Literal["confirmed", "refuted", "undecided"]
 """Verdict on a hypothesis."""
@@ -142,13 +157,17 @@ class _Summary:
     def render(self) -> str:
         """The text; candidates have the room that all other parts leave."""
         head = [*self._describe_questions(), *self._describe_trend()]
-        tail = [
-            *self._describe_ties(),
-            *self._describe_hypotheses(),
-            *self._describe_failures(),
-        ]
-        used = sum(len(line) + 1 for line in (*head, *tail))
-        return "\n".join([*head, *self._list_candidates(MAX_SUMMARY - used), *tail])
+        ties = [*self._describe_ties()]
+        failures = [*self._describe_failures()]
+        # As if all candidates were printed, which is the longest list of hypotheses.
+        names = [BASE_PARENT, *(trial.name for trial in self.history.trials)]
+        longest = self._describe_hypotheses(names, _MAX_HYPOTHESES)
+        room = sum(len(line) + 1 for line in longest) + _ROOM_OF_COUNT
+        used = sum(len(line) + 1 for line in (*head, *ties, *failures)) + room
+        printed = {self.history.base.name: self.history.base}
+        candidates = [*self._list_candidates(MAX_SUMMARY - used, printed)]
+        hypotheses = [*self._describe_hypotheses(printed, room)]
+        return "\n".join([*head, *candidates, *ties, *hypotheses, *failures])
 
     def _describe_questions(self) -> Iterator[str]:
         """Number of questions, resolution, the base policy's score, and the categories."""
@@ -156,8 +175,17 @@ class _Summary:
         resolution = ""
         if self.resolution:
             resolution = f" Resolution: {self.resolution:.{self.decimals}f}."
+        errors = [
+            history.compare_paired(trial, history.base).mean.error
+            for trial in history.evaluated()
+        ]
+        if known := [error for error in errors if 0 < error < np.inf]:
+            resolution += (
+                f" Median standard error of the differences to {BASE_PARENT}: "
+                f"{median(known):.{self.decimals}f}."
+            )
         count = history.count_questions(history.base)
-        yield f"Questions asked so far: {count}.{resolution}"
+        yield f"Questions asked so far, all of them of base: {count}.{resolution}"
         score = self._format_score(history.estimate(history.base))
         yield f"Base policy alone ({BASE_PARENT}): {score}."
         if history.examples:
@@ -266,13 +294,15 @@ class _Summary:
         yield from ((_LATEST, trial) for trial in by_score if trial.name in latest)
         yield from ((_EARLIER, trial) for trial in by_score)
 
-    def _list_candidates(self, room: int) -> Iterator[str]:
-        """Lines of the candidates that fit into so many characters, by section."""
+    def _list_candidates(self, room: int, printed: dict[str, Trial]) -> Iterator[str]:
+        """Lines of the candidates that fit into so many characters, by section.
+
+        The candidates are added to those ``printed``.
+        """
         history = self.history
         header = self._describe_columns()
         counted = "{} more candidates were measured and are not listed."
         room -= sum(map(len, (header, _BEST, _LATEST, _NAMED, _EARLIER, counted))) + 20
-        printed = {history.base.name: history.base}
         sections: dict[str, list[str]] = {
             title: [] for title in (_BEST, _LATEST, _NAMED, _EARLIER)
         }
@@ -394,17 +424,24 @@ class _Summary:
         tied = self.history.tied() if self.history.resolution else []
         if tied:
             names = ", ".join(trial.name for trial in tied[:_MAX_BEST])
-            yield f"Not known to differ from {self.leader.name}: {names}."
+            yield (
+                f"Of the best of each structure, these are *same* or *undecided* to "
+                f"{self.leader.name} by their scores, for all questions: {names}."
+            )
 
-    def _describe_hypotheses(self) -> Iterator[str]:
+    def _describe_hypotheses(
+        self, printed: Collection[str], room: int
+    ) -> Iterator[str]:
         """One line for each hypothesis that there is room for.
 
         Those of the last round come first, then decided ones of earlier rounds, the latest first.
+        One of an earlier round is left out if nothing says what it changed: its candidate is not
+        among those ``printed``, and its change is long.
         """
         tested = [trial for trial in self.history.trials if trial.proposal.hypothesis]
         if not tested:
             return
-        yield "Hypotheses, with the difference to the parent that tests them:"
+        yield _HYPOTHESES
         latest = [trial.name for trial in self.latest]
         outcomes = {trial.name: self._test_hypothesis(trial) for trial in tested}
         tested.sort(key=lambda trial: -trial.proposal.round)
@@ -415,15 +452,36 @@ class _Summary:
                 and outcomes[trial.name].verdict == "undecided",
             )
         )
-        room = _MAX_HYPOTHESES
-        for listed, trial in enumerate(tested):
-            described = _describe_hypothesis(trial, trial.name in latest)
+        room -= len(_HYPOTHESES) + _ROOM_OF_COUNT
+        listed = 0
+        for trial in tested:
+            is_latest = trial.name in latest
+            change = "" if is_latest else self._describe_step(trial, printed)
+            if not (is_latest or change or trial.name in printed):
+                continue
+            described = _describe_hypothesis(trial, is_latest, change, printed)
             line = f"- {described} => {outcomes[trial.name].text}"
             room -= len(line) + 1
             if room < 0:
-                yield f"{len(tested) - listed} more hypotheses are not listed."
                 break
+            listed += 1
             yield line
+        if listed < len(tested):
+            yield f"{len(tested) - listed} more hypotheses are not listed."
+
+    def _describe_step(self, trial: Trial, printed: Collection[str]) -> str:
+        """What a candidate changed of its parent, if that is short; else empty.
+
+        Of a duplicate it is the name of the candidate that was measured, if that is ``printed``.
+        """
+        measured = trial.result.same_as
+        if measured in printed:
+            return f"tokens and rows of {measured}"
+        parent = self.history.find((*trial.proposal.parents[:1], BASE_PARENT)[0])
+        if parent is None or parent.state is None or trial.state is None:
+            return ""
+        changes = self._list_changes(parent.state, trial.state)
+        return changes if len(changes) <= _MAX_STEP else ""
 
     def _test_hypothesis(self, trial: Trial) -> _Outcome:
         """What was measured of a hypothesis, and the verdict on it."""
@@ -466,7 +524,8 @@ class _Summary:
         if reasons:
             yield "Proposals that were not valid:"
         for reason, count in reasons.most_common(_MAX_FAILURES):
-            yield f"- {reason[:160]} ({count} times)"
+            text = shorten(reason, _MAX_REASON, placeholder=" ...")
+            yield f"- {text} ({count} times)"
 
     def _format_score(self, score: float | None) -> str:
         """A score with the decimals that the errors of differences support."""
@@ -486,10 +545,12 @@ class _Summary:
         )
 
 
-def _describe_hypothesis(trial: Trial, is_latest: bool) -> str:
-    """Name and expectation of a candidate, and its hypothesis.
+def _describe_hypothesis(
+    trial: Trial, is_latest: bool, change: str, printed: Collection[str]
+) -> str:
+    """Name, parent, expectation and change of a candidate, and its hypothesis.
 
-    ``is_latest``: whether to add the purpose and the parent, which later prompts may not print.
+    ``is_latest``: whether to add the purpose. A parent of earlier candidates has to be ``printed``.
     """
     hypothesis = trial.proposal.hypothesis
     assert hypothesis is not None
@@ -497,6 +558,10 @@ def _describe_hypothesis(trial: Trial, is_latest: bool) -> str:
     details = f"expected {hypothesis.expect}"
     if is_latest:
         details = f"{hypothesis.purpose or 'no purpose'} of {parent}, {details}"
+    elif parent in printed:
+        details = f"of {parent}, {details}"
+    if change:
+        details += f"; {change}"
     return f"{trial.name} ({details}): {hypothesis.text or 'no hypothesis'}"
 
 

@@ -71,13 +71,15 @@ A difference of two candidates is firmer: the mean over the questions that both 
 need not be the difference of their scores, ± its standard error over images, unknown for fewer \
 than four; then the verdict, and at how many of those questions the first is up and down by more \
 than {smallest}. The resolution is {resolution}. The verdict is *same* if the difference and two \
-standard errors, added, are within the resolution, else *higher* or *lower* if the difference \
-exceeds two standard errors, else *undecided*. A policy that was measured is not measured again."""
+standard errors, added, are within the resolution, which a standard error above half of it \
+rules out, else *higher* or *lower* if the difference exceeds two standard errors, else \
+*undecided*. A policy that keeps the same tokens with the same rows as a measured one, on a few \
+images, is not measured again: what is listed of it is that one's."""
 
 _RESOLUTION = (
     "the smallest difference that the search can tell: two standard errors of the difference of "
-    "leading candidates, once they are asked all questions that it may ask them; it is estimated "
-    "anew after every round"
+    "leading candidates, once they have answered the questions of {rounds} rounds, as leaders are "
+    "asked those of later rounds too; it is estimated anew after every round"
 )
 
 _OBJECTIVES: Mapping[Objective, str] = {
@@ -97,7 +99,7 @@ def describe_task(settings: Settings) -> str:
         quota += "; quality_topk_selector has no q_e"
     else:
         language = describe_space(settings)
-    resolution = _RESOLUTION
+    resolution = _RESOLUTION.format(rounds=settings.rounds)
     if settings.resolution:
         resolution = f"{settings.resolution:g}, the smallest difference that counts"
     parts = (

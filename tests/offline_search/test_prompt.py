@@ -18,11 +18,13 @@ from offline_search.candidates import (
     assemble_state,
     base_in_atoms,
     base_state,
+    describe_purposes,
     list_purposes,
     minimal_state,
     paper_state,
 )
 from offline_search.choices import RandomSource
+from offline_search.components import JsonObject
 from offline_search.history import History
 from offline_search.image_facts import ImageFacts
 from offline_search.ledger import EvaluationRecord, ProposalRecord, TrialRecord
@@ -32,7 +34,8 @@ from offline_search.prompt import (
     proposal_prompt,
     repair_prompt,
 )
-from offline_search.search_space import sample_proposal
+from offline_search.released_space import choice_of_signals
+from offline_search.search_space import excluded_atoms, sample_proposal
 from offline_search.settings import Settings, Space
 from offline_search.summary import summarize
 from offline_search.task import describe_task, dump_policy
@@ -51,7 +54,7 @@ from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.refine import refine
-from vllm_autoprune.tpdsl.registry import AtomCall, default_call, run
+from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, default_call, run
 from vllm_autoprune.tpdsl.safety import synthetic_probes
 
 SETTINGS = Settings(budgets=(8,), base_policy="visionzip", proposer="scripted")
@@ -167,7 +170,7 @@ async def test_a_drop_has_the_figure_behind_it(search: Searches) -> None:
             float(np.mean(answers[digest][: result.examples]))
             for digest in (digests[result.name], base)
         )
-        behind = re.search(r"behind the .* round, ([+-][\d.]+) ± ", result.reason)
+        behind = re.search(r"behind base, the .* round, ([+-][\d.]+) ± ", result.reason)
         outranked = re.search(r"outranked, at place (\d) of 9$", result.reason)
         if behind:
             assert float(behind[1]) == pytest.approx(mean - of_base, abs=0.0051)
@@ -206,7 +209,13 @@ async def test_a_prompt_says_who_else_competes(
         assert int(requested) == int(end or begin) - int(begin) + 1
         rest = sum(map(int, re.findall(r"(?:, | and )(\d+) ", others.split(". ")[0])))
         assert rest == int(total) - int(requested)
-    assert "are taken, and a round takes about" not in text or strategy == "autoprune+"
+    assert (
+        "are taken, those of base not counted" not in text or strategy == "autoprune+"
+    )
+    starts = "that every search starts with (of instruction_guided_visual_relevance, "
+    alone = "; of one signal alone: instruction_guided_visual_relevance, "
+    prompt = firsts[0][1]["content"]
+    assert (starts in prompt and alone in prompt) == (strategy == "autoprune+")
 
 
 # ---- no contradiction ----
@@ -218,13 +227,16 @@ def _list_problems_of_differences(prompt: str) -> list[str]:
         re.findall(r"^- (\d+\.\d+): ([+-][\d.]+) o[nf]", prompt, re.MULTILINE)
     )
     scores |= {"base": _read_score_of_base(prompt)}
+    duplicates = r"^- (\S+) \([^)]*; tokens and rows of (\S+)\)"
+    for name, measured in re.findall(duplicates, prompt, re.MULTILINE):
+        scores[name] = scores[measured]
     problems: list[str] = []
     differences: dict[tuple[str, str], str] = {}
     for line in prompt.splitlines():
         name = line[2:].split()[0].strip(":") if line.startswith("- ") else ""
         gap = r"([+-][\d.]+ ± \S+ \w+ \([^)]*\))"
         gaps = re.findall(rf"; to (\S+) {gap}", line)
-        gaps += re.findall(rf" of (\S+), expected .* => {gap}", line)
+        gaps += re.findall(rf"[ (]of (\S+), expected .* => {gap}", line)
         for reference, gap in gaps:
             if differences.setdefault((name, reference), gap) != gap:
                 problems.append(f"{name} differs from {reference} by {gap} too")
@@ -240,7 +252,7 @@ def read_problems(prompt: str) -> list[str]:
     problems: list[str] = []
     printed = re.findall(r"^- (\d+\.\d+): ", prompt, re.MULTILINE)
     named = re.findall(
-        r"(?: of| than| as|;|to|from) (\d+\.\d+)(?: with|,|;|\)| [+-]|$)", prompt
+        r"(?:[ (]of| than| as|;|to|from) (\d+\.\d+)(?: with|,|;|\)| [+-]|$)", prompt
     )
     problems += [f"{name} is named only" for name in {*named} - {*printed}]
     problems += [
@@ -280,7 +292,9 @@ def _read_score_of_base(prompt: str) -> str:
 
 def _count_asked(prompt: str) -> str:
     """Number of questions asked so far that a prompt states."""
-    return re.findall(r"Questions asked so far: (\d+)\.", prompt)[0]
+    return re.findall(r"Questions asked so far, all of them of base: (\d+)\.", prompt)[
+        0
+    ]
 
 
 @pytest.mark.parametrize("space", SPACES)
@@ -307,7 +321,7 @@ async def test_no_prompt_contradicts_itself(space: Space, search: Searches) -> N
     task = prompts[0][0]["content"]
     assert "0 to 640" not in task and "r_min" not in task
     assert len(re.findall(r"q_e [^;]*?(?:0 to \d+|is fixed at \d+)", task)) == 1
-    hypotheses = prompts[-1][1]["content"].split("Hypotheses, ")[1]
+    hypotheses = prompts[-1][1]["content"].split("Hypotheses: ")[1]
     told = set(re.findall(r"^- (\d)\.\d \(", hypotheses, re.MULTILINE))
     assert told == {str(number) for number in range(1, len(prompts))}
 
@@ -396,6 +410,80 @@ def test_a_proposal_outside_its_space_is_refused_with_what_is_inside(
         constraints["selector"] = {**selector, field: value}  # type: ignore[dict-item]
     with pytest.raises(StateError, match=re.escape(message)):
         assemble_state(proposal, settings)
+
+
+def _is_accepted(proposal: JsonObject, settings: Settings) -> bool:
+    """Whether a proposal is a state of the search's space."""
+    try:
+        assemble_state(proposal, settings)
+    except StateError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("space", SPACES[1:])
+def test_purposes_ask_for_what_their_space_accepts(space: Space) -> None:
+    settings = settings_of(space=space)
+    (proposal, fewer) = (
+        sample_proposal(RandomSource(Random(3)), settings) for _ in range(2)
+    )
+    assert _is_accepted(proposal, settings)
+    scoring = fewer["scoring"]
+    assert isinstance(scoring, dict) and isinstance(scoring["signals"], list)
+    scoring["signals"] = scoring["signals"][1:]
+    purposes = describe_purposes(settings)
+    assert ("without one of its signals" in purposes["ablate"]) == _is_accepted(
+        fewer, settings
+    )
+    offered = choice_of_signals(space) != "fixed"
+    for purpose in ("explore", "combine"):
+        assert ("signal" in purposes[purpose]) == offered
+
+
+@pytest.mark.parametrize("space", SPACES[1:])
+def test_fixed_parts_of_a_smaller_space_are_described_as_they_are(space: Space) -> None:
+    task = describe_task(settings_of(space=space))
+    for words in (
+        "Relevance to the instruction",
+        "Attention of [CLS]",
+        "Gaussian of the",
+        "the m most similar",
+        "by softmax",
+        "within the radius",
+    ):
+        assert words not in task
+    assert ("that are unlike the kept ones" in task) == (space != "without-diversity")
+
+
+@pytest.mark.parametrize("space", SPACES)
+@parametrize_from_file("part", "names")
+def test_a_repair_offers_what_the_space_accepts(
+    space: Space, part: str, names: str
+) -> None:
+    """Every name is whole; where there are too many, the task's list is pointed at."""
+    settings = settings_of(space=space)
+    proposal = json.loads(
+        json.dumps(sample_proposal(RandomSource(Random(3)), settings))
+    )
+    *path, last = part.split("/")
+    parent = proposal
+    for step in path:
+        parent = parent[int(step) if step.isdecimal() else step]
+    parent[int(last) if last.isdecimal() else last] = {"atom": "zzz"}
+    with pytest.raises(StateError) as refused:
+        assemble_state(proposal, settings)
+    request = proposal_prompt(LISTS, "", minimal_state(SETTINGS), "")
+    problems = [str(problem) for problem in refused.value.problems]
+    *_, correction = repair_prompt(request, "reply", {"4.0": problems}, 4)
+    (line,) = re.findall(r"- candidate 4.0: (.*)", correction["content"])
+    offered = re.findall(r"use one of: (.*)", line)
+    if space == "all" and names == "many":
+        assert line.endswith("use one of those that the task lists for this part")
+    else:
+        left_out = excluded_atoms(settings)
+        listed = offered[0].split(", ")
+        assert set(listed) <= {*ATOMS} - left_out
+        assert len(listed) == 1 or space == "all" or names == "signals"
 
 
 @pytest.mark.parametrize("space", SPACES[1:])

@@ -85,7 +85,10 @@ def test_each_category_has_its_questions_means_share_and_worst_question(
     history: History,
 ) -> None:
     lines = summarize(history).splitlines()
-    assert lines[0].startswith("Questions asked so far: 16. Resolution: ")
+    assert lines[0].startswith(
+        "Questions asked so far, all of them of base: 16. Resolution: "
+    )
+    assert "Median standard error of the differences to base: 0." in lines[0]
     assert lines[1] == "Base policy alone (base): -3.00."
     assert lines[2].startswith("Category: questions, score of base, score of 2.3, ")
     # Where nothing is lost, a question is an example.
@@ -385,7 +388,7 @@ def test_what_is_expected_to_be_the_same_can_be_confirmed() -> None:
     leader = trial("1.1", BASE + 2.5, minimal_state(SETTINGS))
     tested = trial("2.0", BASE + 2.5 + 0.3 * NOISE, None, parent="1.1", expect="same")
     text = summarize(history_of(rival, leader, tested))
-    assert float(re.findall(r"Resolution: ([\d.]+)\.\n", text)[0]) > 0.1
+    assert float(re.findall(r"Resolution: ([\d.]+)\. ", text)[0]) > 0.1
     assert text.splitlines()[-1].endswith(
         "+0.000 ± 0.015, same (of 16, 8 up, 8 down): confirmed"
     )
@@ -408,7 +411,10 @@ def test_every_score_is_the_mean_of_its_categories_weighted_by_their_questions(
         r"^- (\w+): (\d+), ([+-][\d.]+), ([+-][\d.]+), ", text, re.MULTILINE
     )
     shares = {name: int(count) / 80 for name, count, *_ in rows}
-    assert "Questions asked so far: 80" in text and sum(shares.values()) == 1
+    assert (
+        "Questions asked so far, all of them of base: 80" in text
+        and sum(shares.values()) == 1
+    )
     of_base = sum(shares[name] * float(score) for name, _, score, _ in rows)
     of_leader = sum(shares[name] * float(score) for name, _, _, score in rows)
     scores = read_scores(text)
@@ -489,7 +495,9 @@ def test_what_hypotheses_are_compared_on() -> None:
         trial("2.5", [-2.0], None, "dropped", expect="same"),
         trial("2.6", BASE),
     )
-    assert [line[:3] for line in lines] == [*(f"2.{n}" for n in range(6)), "1.0"]
+    assert [line[:3] for line in lines] == [f"2.{n}" for n in range(6)], (
+        "nothing says what 1.0 was"
+    )
     values = list(lines.values())
     assert values[0] == "-1.00 ± 0.12, lower (of 4, 0 up, 4 down): confirmed"
     assert values[1:5] == [
@@ -515,6 +523,7 @@ def test_hypotheses_of_all_rounds_are_kept_with_their_verdicts() -> None:
         trial(
             f"{number}.{index}",
             BASE + (0.5 if index else 0.1) + NOISE,
+            paper_state(SETTINGS),
             expect="higher",
         )
         for number in range(1, 61)
@@ -532,9 +541,11 @@ def test_hypotheses_of_all_rounds_are_kept_with_their_verdicts() -> None:
         "1.0",
     ]
     assert lines[0].startswith("4.0 (ablate of base, expected higher): ")
-    assert lines[2] == "3.1 (expected higher): Why 3.1."
+    assert lines[2] == "3.1 (of base, expected higher): Why 3.1."
     text = summarize(history_of(*trials))
-    assert "- 30.1 (expected higher): Why 30.1. => +0.500 ± 0.052, higher" in text
+    assert (
+        "- 30.1 (of base, expected higher): Why 30.1. => +0.500 ± 0.052, higher" in text
+    )
     assert " more hypotheses are not listed." in text
 
 

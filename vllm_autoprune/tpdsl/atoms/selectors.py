@@ -117,7 +117,7 @@ class _ResidualSelector(_BoundedSelector):
             return doc
         return (
             "Replace the q_e reference tokens of lowest quality, whatever is gained, by tokens of "
-            "the pool of high quality that are unlike the kept ones."
+            f"the pool of high quality{' that are unlike the kept ones' * (self.lam > 0)}."
         )
 
     @property
