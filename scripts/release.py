@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -279,6 +280,7 @@ def require_released(wheel: Wheel) -> None:
 
 def main() -> None:
     """Build, check and write the release; prints how to publish it."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     if changes := _run("git", "status", "--porcelain", "--untracked-files=no"):
         raise SystemExit(
             f"{changes}\nnot committed: the last commit is what is released; commit or stash"
