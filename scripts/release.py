@@ -35,8 +35,14 @@ VLLM_IMAGE = ("--python-version", "3.12", "--python-platform", "x86_64-manylinux
 """Python and platform of vLLM's image, for which dependencies are resolved."""
 
 BROUGHT_BY_VLLM = (
-    *("cachetools", "httpx", "msgspec", "numpy", "packaging", "pillow"),
-    *("prometheus_client", "tqdm"),
+    "cachetools",
+    "httpx",
+    "msgspec",
+    "numpy",
+    "packaging",
+    "pillow",
+    "prometheus_client",
+    "tqdm",
 )
 """What the wheel imports and leaves to vLLM to declare (pyproject.toml)."""
 
@@ -171,9 +177,19 @@ def resolve(pins: Path, *requirements: str) -> None:
     source = pins.with_suffix(".in")
     source.write_text("\n".join(requirements))
     _uv(
-        *("pip", "compile", *VLLM_IMAGE, "--no-annotate", "--no-header"),
-        *("--generate-hashes", "--no-emit-package", "vllm-autoprune"),
-        *("--exclude-newer", commit_date, "--output-file", pins, source),
+        "pip",
+        "compile",
+        *VLLM_IMAGE,
+        "--no-annotate",
+        "--no-header",
+        "--generate-hashes",
+        "--no-emit-package",
+        "vllm-autoprune",
+        "--exclude-newer",
+        commit_date,
+        "--output-file",
+        pins,
+        source,
     )
 
 
@@ -196,7 +212,13 @@ def write_sbom(wheel: Wheel, pins: Path) -> Path:
     path = OUT / f"vllm_autoprune-{wheel.version}-vllm-{vllm}.cdx.json"
     _run(
         *(TOOLS / "cyclonedx-py", "requirements", "--output-reproducible"),
-        *("--pyproject", "pyproject.toml", "--mc-type", "library", "-o", path, pins),
+        "--pyproject",
+        "pyproject.toml",
+        "--mc-type",
+        "library",
+        "-o",
+        path,
+        pins,
     )
     # The tool knows neither the version, which is dynamic, nor what the wheel itself requires.
     bom = json.loads(path.read_text())
