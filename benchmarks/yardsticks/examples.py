@@ -172,7 +172,7 @@ def draw_examples(
 ) -> list[Example]:
     """Draw ``images`` pictures or clips of a split, and questions of every kind about each.
 
-    A picture of mini-LLaVA has 15 to 19 questions, one of mini-Qwen3-VL 6 to 14, and a clip 6 to 8.
+    A picture of mini-LLaVA has 15 to 19 questions, one of mini-Qwen3-VL 5 to 14, and a clip 6 to 8.
     With fewer images, the examples are the first ones of a larger draw. ``clean`` images have no
     grain, and ``clean`` pages no photograph behind the text, as documents have neither. In the test
     split, one image in four has an arrangement, size or number of frames that training never uses,

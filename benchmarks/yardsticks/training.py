@@ -207,7 +207,7 @@ class Training:
     ) -> None:
         """Write weights in bf16 beside the committed checkpoint's configuration and tokenizer.
 
-        `modules` are by the prefix of the names of their weights.
+        `modules` maps the prefix that names of weights get to the module they are from.
         """
         folder = self.out / part
         ignored = shutil.ignore_patterns("*.safetensors")

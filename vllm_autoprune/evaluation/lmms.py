@@ -180,8 +180,8 @@ class LmmsSuite:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 check=False,
-                # lmms-eval takes a folder with a task's name in its working directory for the task.
-                # This folder contains no folders yet.
+                # lmms-eval reads a task from a folder of its name in the working directory, if
+                # there is one. This working directory has no folders yet.
                 cwd=folder,
                 env=variables,
             )

@@ -228,7 +228,7 @@ def _greedy_map(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, nu
     huge: quality that stands for an infinite or NaN one.
     unit: difference from 1 within which a diagonal entry counts as a rounded 1.
     tie: relative width of a tie between gains.
-    block: power of two; tokens that a program holds in registers, of all at least N.
+    block: tokens that a program holds in registers; a power of two. All programs hold at least N.
     rows: earlier rows of ``factors`` that are read at once.
     shared: the image has several programs.
     """
@@ -330,7 +330,7 @@ class Launch:
 
     @classmethod
     def of(cls, tokens: int, count: int) -> Launch:
-        """The launch of K = ``count`` picks of N ``tokens``, given ones included in ``count``."""
+        """The launch for N = ``tokens`` and K = ``count``, which includes conditioned tokens."""
         block = max(_SMALLEST_BLOCK, int(triton.next_power_of_2(tokens)))
         if tokens <= _LARGEST_BLOCK and tokens * count <= _SHARED_FROM:
             return cls(block)
@@ -421,9 +421,9 @@ def greedy_map_triton(
 
 
 def _images_together(launch: Launch, device: torch.device) -> int:
-    """Images of a launch whose programs all run at the same time; 0: any number.
+    """Number of images whose programs can all run at the same time; 0 for any number.
 
-    One program on each multiprocessor always does.
+    A multiprocessor always has room for one program.
     """
     if not launch.shared or device.type != "cuda":
         return 0

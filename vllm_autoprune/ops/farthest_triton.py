@@ -77,15 +77,17 @@ def _farthest(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, numb
 ) -> None:
     """Write the picks of image ``program_id(0)``, as ``farthest_torch.Walk`` says.
 
-    Pointers: distance ``(B, N, N)`` of any floating dtype; nearest, which is overwritten,
-    first_scores and weight ``(B, N)`` float32; leading and picks ``(B, count)`` int64; bounds ``(B,
-    count)`` float32. Numbers and constants:
+    A NaN score makes the bound NaN and picks token 0, as in torch.
+
+    Pointers: distance ``(B, N, N)`` of any floating dtype; nearest, which is overwritten, and
+    first_scores ``(B, N)`` float32; weight ``(B, N)`` of any floating dtype; leading and picks
+    ``(B, count)`` int64; bounds ``(B, count)`` float32. Numbers and constants:
 
     tokens: N.
     count: picks of an image.
     tie: difference within which scores count as equal.
-    weighted: scores are ``nearest`` times ``weight``, which is not read otherwise.
-    led: picks of ``leading`` that are not negative are forced; it is not read otherwise.
+    weighted: scores are ``nearest`` times ``weight``. If false, ``weight`` is not read.
+    led: entries of ``leading`` from 0 on are forced picks. If false, ``leading`` is not read.
     block: power of two; tokens that a program reads at once.
     """
     image = tl.program_id(0).to(tl.int64)

@@ -196,7 +196,7 @@ def greedy_map_torch(
     """Plain torch implementation of ``dpp.greedy_map``, the reference for the Triton kernel.
 
     ``residual`` holds the residual of each token, or -1 if the token can no longer be picked: its
-    gain is then negative, and stays so because residuals only decrease. Column j of ``factors``
+    gain is then at most 0, and stays so because residuals only decrease. Column j of ``factors``
     belongs to the j-th token that the kernel is conditioned on. The number of calls dominates the
     time of a step, so views are created outside the loop.
     """

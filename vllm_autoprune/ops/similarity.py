@@ -24,10 +24,10 @@ _THIN = 128
 """Number of rows below which the product of a strip is too slow to pay."""
 
 _ROWS = 576
-"""Rows that a CPU normalises at once, over several images if these are smaller."""
+"""Rows that a CPU normalises at once; several images together have that many if they are small."""
 
 _GPU_ROWS = 4096
-"""As many of a GPU, which a launch for each small image would keep waiting."""
+"""Rows that a GPU normalises at once, so that small images share a launch."""
 
 _CACHED = 2**18
 """Float32 numbers that fit in the cache: 1 MiB."""

@@ -41,9 +41,8 @@ def echo_of_previous(
 ) -> Tensor:
     """Mean cosine ``(T, n)`` with the tokens of the previous frame.
 
-    The mean is weighted by softmax(cosine / tau).
-    If ``width``, the width of the grid, is not 0, only the 3 x 3 positions around each token count.
-    The first frame gets ``initial``.
+    The mean is weighted by softmax(cosine / tau). If ``width``, the width of the grid, is not 0,
+    only the 3 x 3 positions around each token count. The first frame gets ``initial``.
     """
     unit = _directions(video)
     echoes = [torch.full_like(video[0, :, 0], initial)]
@@ -137,9 +136,8 @@ def split_exactly(weights: Tensor, total: int, low: int, high: int) -> Tensor:
         missing = total - shares.sum(dim=1, keepdim=True)
         free = weights.where(shares < high, 0.0)
         quota = free / free.sum(dim=1, keepdim=True).clamp_min(_NEGLIGIBLE) * missing
-        floor = (
-            quota + 1e-9
-        ).floor()  # tolerance: a computed third of 3 must not round down to 0
+        # With a tolerance, because a third of 3 as it is computed may be just below 1.
+        floor = (quota + 1e-9).floor()
         fraction = (quota - floor).round(decimals=9)
         shares = shares + torch.minimum(floor.to(torch.int64), high - shares)
     order = rank_descending(fraction.masked_fill(shares >= high, -1.0))

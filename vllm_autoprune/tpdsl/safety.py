@@ -63,9 +63,10 @@ def _make_probe(
     batch: int = 2,
     width: int = 32,
 ) -> VisualTokens:
-    """Images whose tokens form clusters by features, relevance, and output of tower and next layer.
+    """Random images in which some of the inputs form clusters of tokens, the same in all of them.
 
-    All other inputs are random, such as [CLS] attention and the language prefix's keys.
+    Clustered are features, relevance, the tower's output and keys, and the next layer's attention
+    and output. Not clustered are [CLS] attention, and keys and attention of the language prefix.
     """
     source = torch.Generator().manual_seed(seed)
     owner = torch.randint(clusters, (batch, grid.tokens), generator=source).to(device)

@@ -236,7 +236,7 @@ def _advise(options: Namespace) -> int:
 
     With ``--image`` or ``--video``, print the costs of that picture or video instead.
     """
-    # Imported here, because that module imports PIL and transformers, which takes seconds.
+    # Imported here, because only pictures and videos need PIL.
     if options.image is not None:
         from vllm_autoprune.cli.commands.advise_media import advise_image
 

@@ -60,7 +60,7 @@ _POSITIONS = "autoprune_positions"
 
 UNCHANGED_DELTA = -(2**31)
 """Delta that tells a runner to keep the delta that was known when the request arrived. A delta is
-what decoding adds to a prompt's length to get a position."""
+added to the index of a generated token to get its position."""
 
 
 @depends_on("vllm.config:MultiModalConfig", "is_multimodal_pruning_enabled")
@@ -302,7 +302,7 @@ _STEPS = "_autoprune_steps"
     "get_freed_mm_hashes",
 )
 def bound_encoder_steps(make_steps: Callable[[], _EncoderSteps]) -> None:
-    """Bound the work of a scheduler's step by what vLLM's encoder budget is meant for.
+    """Bound the encoder work of a step, of which vLLM's encoder budget counts too little.
 
     Why: the scheduler counts an encoder input by the tokens that it keeps. At K = N/8 a step would
     hold eight times the tower's work, and all other requests would wait for it. A recall, or a

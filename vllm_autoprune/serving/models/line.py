@@ -81,7 +81,7 @@ class PrunedLine(PlacedModel):
         return torch.stack([placed, positions[1]])
 
     def autoprune_delta(self, positions: Tensor) -> int:
-        """What decoding adds to the prompt's length, from the mark of tokens without rows."""
+        """The delta of the prompt's positions, from the mark of tokens without rows."""
         # Model Runner V1 asks in every step of a request; most prompts begin or end with text.
         mark = min(int(positions[1, 0]), int(positions[1, -1]))
         if mark >= 0:
@@ -103,10 +103,11 @@ def lay_on_line(
     places: Sequence[PlaceholderRange],
     plans: Mapping[int, ItemPlan | None],
 ) -> tuple[Tensor, int]:
-    """Positions ``(2, L)`` of a prompt of L tokens with whole images, and what decoding adds.
+    """Positions ``(2, L)`` of a prompt of L tokens with whole images, and their delta.
 
-    ``places`` are the placeholders of its items. Until it is known which tokens are kept, all rows
-    of a placed item stand at the position where their image begins.
+    The delta is added to the index of a generated token to get its position. ``places`` are the
+    placeholders of the prompt's items. Until it is known which tokens are kept, all rows of a
+    placed item stand at the position where their image begins.
     """
     positions = torch.arange(length)
     beside = torch.full((length,), -1)

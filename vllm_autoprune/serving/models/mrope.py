@@ -66,10 +66,11 @@ def _compute_input_positions(
     widths: Mapping[int, int] = MappingProxyType({}),
     packed: Collection[int] = (),
 ) -> tuple[Tensor, int]:
-    """Positions ``(3, L)`` of a prompt, and what decoding adds to its length.
+    """Positions ``(3, L)`` of a prompt, and their delta.
 
-    ``unpruned`` are the tokens of every whole image or video, by its index in ``features``; items
-    whose rows have no positions are left out. ``firsts`` maps every later item of an image to the
+    The delta is added to the index of a generated token to get its position. ``unpruned`` has the
+    tokens of every whole image or video by its index in ``features``; it lacks items whose rows
+    have no positions. ``firsts`` maps every later item of an image to the
     image's first item (:func:`.match_items`). The model's own code places the whole images, and
     then the positions of missing placeholders are removed. The tokens of an item that lacks some,
     and those of later items of its image, all stand at their image's first position until
@@ -251,7 +252,7 @@ class PrunedMRope(PlacedModel):
         return _place_image_tokens(ids, positions, channels, tokens, computed, dates)
 
     def autoprune_delta(self, positions: Tensor) -> int:
-        """What decoding adds to the prompt's length.
+        """The delta of the prompt's positions.
 
         Model Runner V1 cannot keep the delta that was known before, so there a prompt that ends in
         an image, without a closing token, continues after the last kept token.

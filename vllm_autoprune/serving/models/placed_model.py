@@ -69,9 +69,10 @@ class PlacedModel(PrunedModel, _Stock):
     def autoprune_positions(
         self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
     ) -> tuple[Tensor, int]:
-        """Positions ``(A, L)`` of the prompt with whole images, and what decoding adds.
+        """Positions ``(A, L)`` of the prompt with whole images, and the delta of what follows.
 
-        Raises for items that are not possible.
+        The delta is added to the index of a generated token to get its position. Raises for items
+        that are not possible.
         """
 
     @abstractmethod
@@ -84,14 +85,14 @@ class PlacedModel(PrunedModel, _Stock):
     ) -> Tensor:
         """Set the positions of the image tokens of one prefill step in ``(A, L)``.
 
-        ``channels`` are those of the step's image rows in prompt order, below 0 if a token stays
-        where it is. The step begins at token ``computed``. Repeating this changes nothing. No host
-        sync.
+        ``channels`` has the position channels ``(m, C)`` of each item of the step, in prompt
+        order. A token whose channels are below 0 stays where it is. The step begins at token
+        ``computed``. Repeating this changes nothing. No host sync.
         """
 
     @abstractmethod
     def autoprune_delta(self, positions: Tensor) -> int:
-        """What decoding adds to the prompt's length, from positions on the CPU."""
+        """The delta of :meth:`autoprune_positions`, from positions on the CPU."""
 
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
@@ -146,8 +147,7 @@ class PlacedModel(PrunedModel, _Stock):
 
         No position is beyond the model's table, whatever the channels of an image are. The stock
         method (``SupportsMultiModalPruning``) moves text on by an image's width, which is wrong for
-        an image that is higher than wide. What decoding adds to the prompt's length was known
-        before.
+        an image that is higher than wide. The delta was known before.
         """
         vision = self.autoprune
         if vision is None:  # vLLM prunes the videos itself

@@ -259,7 +259,7 @@ _MAX_INDEX_BYTES = _MAX_ITEMS * 160 * 8
 
 
 class IndexCache(TensorCache[Tensor]):
-    """Indices ``(K,)`` of items, in the order of their rows."""
+    """The tokens that each item keeps: indices ``(K,)`` in the order of the item's rows."""
 
     def __init__(self) -> None:
         super().__init__(_MAX_INDEX_BYTES, minimum=_MAX_INDEX_BYTES // _MAX_ITEMS)
