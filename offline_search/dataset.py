@@ -63,7 +63,7 @@ class Dataset:
     def mark_chosen(self, state: PruningState) -> PruningState:
         """``state`` with the images in its provenance by whose questions a search chose it.
 
-        Ledgers do not have them, because a replay needs no pictures of equal bytes.
+        Ledgers lack these images, so that a search can be replayed with pictures of other bytes.
         """
         choosing = (*self.splits["search"], *self.splits["validation"])
         digests = [self.images[example.image].digest for example in choosing]

@@ -54,8 +54,8 @@ class Answers:
         """Share of each answered example in MME's total, ``(M,)``, in thousand points.
 
         The total sums accuracy and accuracy+ of all categories in per cent; it is the mean of these
-        shares over all ``examples`` of the split. Accuracy+ counts a group of
-        examples, such as a pair, if all of those answered so far are right.
+        shares over all ``examples`` of the split. Accuracy+ counts a group of examples, such as a
+        pair, if all of those answered so far are right.
         """
         paired = {example.category for example in examples if example.pair is not None}
         questions = Counter(example.category for example in examples)
@@ -342,7 +342,7 @@ class History:
         return compare_paired(self.examples, values, reference_values)
 
     def usual_resolution(self) -> float:
-        """The resolution; of a search without one, that of all its questions, which it repeats."""
+        """The resolution; of a search without one, what all its questions can tell apart."""
         return self.resolution or self.reach(max(self.count_questions(self.base), 1))
 
     def count_decimals(self) -> int:

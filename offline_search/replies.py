@@ -151,7 +151,7 @@ def _read_parents(
 
 @dataclass(slots=True)
 class _Bracket:
-    """An open bracket of a reply: those of its keys that are searched for, and objects inside."""
+    """An open bracket of a reply, with its keys among components, and the objects inside."""
 
     mark: str
     start: int

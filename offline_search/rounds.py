@@ -210,9 +210,10 @@ class RoundEvaluator:
     def _find_references(
         self, candidates: Sequence[_Candidate], history: History
     ) -> list[_Reference]:
-        """Leaders and parents of hypotheses that were not asked this round's questions, by name.
+        """Leaders and parents of hypotheses that were not asked this round's questions.
 
-        The base policy is not among them, because it is always asked.
+        They are in the order of their names. The base policy is not among them, because it is
+        always asked.
         """
         leaders = {trial.name for trial in (*history.leaders(), history.leader())}
         children: dict[str, list[_Candidate]] = {name: [] for name in leaders}
@@ -412,9 +413,10 @@ class RoundEvaluator:
         resolution: float,
         divisor: int,
     ) -> None:
-        """Drop candidates that are clearly worse than the leader or tied with it, then the weaker.
+        """Drop candidates that are clearly worse than the leader or tied with it, and weak ones.
 
-        ``reference`` has the values of ``leader``. Of the rest, the best in ``divisor`` goes on.
+        ``reference`` has the values of ``leader``. Of the candidates that are neither, one in
+        ``divisor`` goes on, the best first.
         """
         questions = self._questions[: len(reference)]
         undecided: list[tuple[float, _Candidate]] = []

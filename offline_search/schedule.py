@@ -26,7 +26,7 @@ _PLATEAU_SHARE = 0.5
 """Share of the budget that a search spends before a plateau may end it."""
 
 _IDLE_ROUNDS = 4
-"""Rounds in a row after which a search ends if the best of none leads by the resolution."""
+"""Rounds in a row after which a search ends if no candidate leads by more than the resolution."""
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ def write_adapters(folder: Path) -> tuple[str, ...]:
         (folder / name).mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / name / "adapter_model.safetensors")
         (folder / name / "adapter_config.json").write_text(json.dumps(config))
-    # On a CPU, vLLM gives a request without an adapter that of the last slot, so that slot stays
-    # free.
+    # On a CPU, vLLM applies the adapter of the last slot to a request without an adapter, so that
+    # slot stays free.
     slots = str(len(ADAPTERS) + 1)
     return (
         "--enable-lora",

@@ -47,7 +47,7 @@ class MiniLlava(Yardstick):
     budgets = tuple(Budget(f"K = {k}", Fraction(k, PATCHES)) for k in (72, 36, 18, 9))
     usual_tokens = PATCHES
     available = frozenset(get_args(Need)) - {"merger_input"}
-    # A quarter of its six layers, where PyramidDrop first ranks, is the layer where FastV ranks.
+    # PyramidDrop first ranks after a quarter of the layers: of six, that is where FastV ranks too.
     equal_policies = ("pyramiddrop",)
     images_per_batch = 4
     has_one_axis = True

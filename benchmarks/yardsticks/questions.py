@@ -285,10 +285,10 @@ class Questions:
     ) -> list[Question]:
         """Draw `number` questions or phrases for training, only one of each yes/no pair.
 
-        A phrase asks the same as a question, in a few words. Answers are a fifth of the tokens of
-        phrases, but a twentieth of those of questions, and a small model takes longest to learn to
-        find what is named. `weights` are relative frequencies of kinds; `form` is the text, with a
-        slot for the question.
+        A phrase asks the same as a question in a few words: its answer is a fifth of its tokens,
+        that of a question a twentieth. So a small model learns from phrases first to find what is
+        named, which takes it longest. `weights` are relative frequencies of kinds; `form` is the
+        text, with a slot for the question.
         """
         texts: list[Question] = []
         while len(texts) < number:

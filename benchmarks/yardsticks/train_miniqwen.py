@@ -135,9 +135,9 @@ class _Pictures:
     ) -> tuple[Tensor, list[list[Question]]]:
         """Kept image tokens (B, K), and questions and phrases about every picture.
 
-        With phrases only, tokens are dropped at full size, those that no text is about before the
-        others. Otherwise tokens are dropped down to `budget`, and questions without their evidence
-        are left out.
+        With phrases only, tokens are dropped from pictures of full size; those of words, numbers
+        and middles of shapes are dropped last. Otherwise tokens are dropped down to `budget`, and
+        questions without their evidence are left out.
         """
         rng = random.Random(seed + 1)
         seen = self.seen

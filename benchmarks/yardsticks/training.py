@@ -207,7 +207,7 @@ class Training:
     ) -> None:
         """Write weights in bf16 beside the committed checkpoint's configuration and tokenizer.
 
-        `modules` maps the prefix that names of weights get to the module they are from.
+        `modules` has each module by the prefix of its weights' names.
         """
         folder = self.out / part
         ignored = shutil.ignore_patterns("*.safetensors")

@@ -24,7 +24,7 @@ def format_value(value: JsonValue) -> str:
 
 
 class Part(NamedTuple):
-    """A base policy or an atom of a state, with its parameters and what they make of it."""
+    """A base policy or an atom of a state, as it is described to users."""
 
     name: str
     doc: str

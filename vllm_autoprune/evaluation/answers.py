@@ -167,11 +167,11 @@ _KEYS = (
     "answer ",
     "result ",
 )
-"""Key words after which MMMU's scorer looks for an answer; in the last sentence = is one too."""
+"""Key words after which MMMU's scorer looks for an answer; in the last sentence also after "="."""
 
 
 def _score_mmmu(answers: Sequence[str], text: str) -> bool:
-    """MMMU's rule for free answers: a key part of the text has the number or holds the answer."""
+    """MMMU's rule for free answers: a key part of the text has the answer, or an equal number."""
     parts = _list_key_parts(text)
     numbers = [number for part in parts for number in _find_numbers(part)]
     numbers += [_read_number(part) for part in parts]

@@ -133,7 +133,7 @@ def _read_states(names: Sequence[str], frames: int) -> list[PruningState]:
 
 
 def read_chosen_by(names: Sequence[str]) -> dict[int, str]:
-    """Images by whose questions searches chose the states of ``names``, by ``Case.named``."""
+    """The images by whose questions searches chose each state of ``names``, by ``Case.named``."""
     states = enumerate(_read_states(names, frames=0), 1)
     return {place: state.provenance.chosen_by for place, state in states}
 
@@ -171,10 +171,10 @@ def build_cases(
 
     Every state follows its base policy. ``names``: states by name or file; ``all`` is the exchange
     of ``autoprune`` on every base policy, which gives a table of base policies. ``cells``: rules
-    for dropping cells before the vision tower; a rule adds a case of its own, and one that
-    combines it with each case of a state or base policy. ``frames``: number of frames sampled of a
-    video; above 0, budgets are those of videos. Raises :class:`BudgetError` for an invalid budget,
-    and :class:`StateError` for an invalid state or rule of cells.
+    for dropping cells before the vision tower; each rule adds a case that only drops cells, and
+    repeats each case of a state or base policy with the rule applied first. ``frames``: number of
+    frames sampled of a video; above 0, budgets are those of videos. Raises :class:`BudgetError` for
+    an invalid budget, and :class:`StateError` for an invalid state or rule of cells.
     """
     rules = {
         text: BudgetCall.parse(text, "--budgets", video=frames > 0).rule()
@@ -208,7 +208,7 @@ class _CaseBuilder:
             for number, state in reversed([*enumerate(states, 1)])
             if state.digest != self._norm.digest
         }
-        """Place of each state that the user named, by its digest; none for a control."""
+        """Place of each state that the user named, by its digest; ``norm`` has none."""
         # States get their labels before base policies do, because both may have the same name.
         self._labels = _Labels()
         self._state_labels = [
@@ -250,7 +250,7 @@ class _CaseBuilder:
             )
 
     def _find_base_arm(self, alone: PruningState) -> Arm:
-        """Arm of a base policy alone: ``norm``, a control, or ``found`` if the user named it."""
+        """Arm of a base policy alone: ``norm``, ``found`` if the user named it, else ``base``."""
         if alone.digest == self._norm.digest:
             return "norm"
         return "found" if alone.digest in self._named else "base"

@@ -1,7 +1,8 @@
 """Questions by which a search chose a state, recognised by the content of their images.
 
 A search splits questions by image, because questions about one image correlate. A state's
-provenance therefore has its images, which tell in a file that was extended or reordered, too.
+provenance therefore has digests of the images. They are found in a file of questions even if it was
+extended or reordered.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _DIGITS = 8
 
 
 def format_images(digests: Iterable[str]) -> str:
-    """``chosen_by`` of a provenance, of the SHA-256 of images."""
+    """The ``chosen_by`` of a provenance, from the SHA-256 of images."""
     return " ".join(sorted({digest[:_DIGITS] for digest in digests}))
 
 

@@ -1,8 +1,8 @@
 """The journal of an evaluation: an append-only JSONL file, from which it can be resumed.
 
 It records the set-up, the cases, and questions, answers and totals, one a line; all tables are
-computed from it. A killed process loses only the requests in flight; the next one asks the
-questions that are still unanswered. Failed answers count as unanswered.
+computed from it. A killed process loses only answers that were not written yet; the next one asks
+the questions that are still unanswered. Failed answers count as unanswered.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Case(FrozenModel):
 
 
 class Question(FrozenModel):
-    """One question; ``category`` and ``pair`` are MME's, a pair has one "yes" and one "no"."""
+    """One question. Only those in pairs of a "yes" and a "no" have ``category`` and ``pair``."""
 
     kind: Literal["question"] = "question"
     id: str
@@ -149,7 +149,7 @@ class Question(FrozenModel):
 
     @property
     def topic(self) -> str:
-        """The kind of question as the data names it; for MME it is the category."""
+        """The kind of question as the data names it; in a pair it is the category."""
         return self.category or self.benchmark
 
 
@@ -243,7 +243,7 @@ class Contents:
         return answer is not None and answer.failure is None
 
     def find_reasons(self) -> Iterator[str]:
-        """Reasons why no evaluation is valid: failures, or no answers, full model or pruning."""
+        """Why the evaluation is not valid: failed or missing answers, no full model, no pruning."""
         total = len(self.questions)
         if not total:
             yield "there are no questions"
@@ -302,8 +302,8 @@ class Journal(RecordFile[Record]):
 
         Raises :class:`EvaluationError` if the set-up, a case or a question differs from the earlier
         record of the same name, or if the file cannot be written. ``refused``, ``served`` and
-        ``named`` of a case may differ, because the server may have been started anew, and states be
-        named in another order.
+        ``named`` of a case may differ, because the server may have been started anew, and the user
+        may name states in another order.
         """
         new = []
         for record in records:

@@ -61,7 +61,8 @@ class QuestionSuite:
 
     If every question has a single exact answer, it is scored as part of the prompt. Otherwise the
     unpruned model's greedy answer is the reference of every case. A case's own answer is then
-    generated only if it differs and is compared with labels, or shown on the page.
+    generated only if it differs from the reference, and is compared with labels or shown on the
+    page.
     """
 
     server: Server
@@ -193,7 +194,7 @@ class QuestionSuite:
         pairs: Sequence[_Pair],
         journal: Journal,
     ) -> None:
-        """Score all pairs; a new evaluation begins with some of the unpruned model, as a check.
+        """Score all pairs; a new evaluation first asks the unpruned model a few, as a check.
 
         Raises :class:`ConfigError` if the check gives no score, and :class:`EvaluationError` if the
         server has stopped answering.

@@ -117,7 +117,7 @@ def read_questions(
         problems.append(Problem(without[0], what, fix))
     for question in asked:
         videos = [picture for picture in question.pictures if picture.is_video]
-        # vLLM samples a video file once more if all of its frames are read.
+        # If vLLM reads all frames of a file, the model's processor samples them again.
         few = min((v.frames - (not v.path.is_dir()) for v in videos), default=frames)
         what = "asks about a video"
         fix = "add --frames 32, or leave it out"

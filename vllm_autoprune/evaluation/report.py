@@ -307,8 +307,8 @@ def _correlate_with_accuracy(
 def choose_examples(contents: Contents) -> list[tuple[float, Answer]]:
     """Answers that differ from the unpruned model's, in the case that a report is about.
 
-    There is one for an image. Each comes with its ln p per token minus that of the unpruned
-    model; the largest falls are first.
+    An image has at most one. Each comes with its ln p per token minus that of the unpruned model;
+    the largest falls are first.
     """
     case = _choose_case(contents.cases.values())
     full = contents.answers.get("full", {})

@@ -99,10 +99,10 @@ class Server(NamedTuple):
     ) -> tuple[str, Collection[str]]:
         """The server's model, and the names of the cases that it serves.
 
-        It is asked what requests may choose, if it has a page for that, and then sent a small
-        request for each case. The journal gets the reasons of refused cases and the case of the
-        server's own state, which is added if it is not among them. Raises :class:`ConfigError` if
-        the server does not answer, serves another model, or refuses all tokens or every state.
+        The server is asked what requests may choose, if it has a page for that, and then sent a
+        small request for each case. The journal gets the reasons of refused cases, and a case of
+        the server's own state if none of ``cases`` has it. Raises :class:`ConfigError` if the
+        server does not answer, serves another model, or refuses all tokens or every state.
         """
         with ServerClient(self.url, self.connection) as client:
             with client.reporting_failures():

@@ -146,10 +146,11 @@ async def score_answer(
     attempts: int = 4,
     first_wait: float = 1.0,
 ) -> _ScoredAnswer:
-    """Score a reference answer by a request of :func:`chat_with_retries`; raises what it raises.
+    """Score a reference answer by one request.
 
-    Also raises :class:`EvaluationFailed` if the response lacks the log-probabilities of the prompt,
-    their number or a message, and what :func:`_find_answer` raises.
+    Raises :class:`EvaluationFailed` if the response lacks a message, the log-probabilities of the
+    prompt, or its number of tokens. :func:`chat_with_retries` and :func:`_find_answer` may raise
+    other errors.
     """
     body = scoring_request(model, messages, answer, fields)
     return read_scored_answer(

@@ -76,9 +76,9 @@ class ServedPage(BaseModel):
     ) -> list[Case]:
         """The cases of :func:`build_cases` for the server's own state, by default at its budget.
 
-        A state that does not ship is served without its base policy alone, because only the
-        server has it. Raises :class:`ConfigError` if the server does not name its state, or if
-        cells or videos need the state itself.
+        A state that does not ship is not compared with its base policy alone, because only the
+        server has the state. Raises :class:`ConfigError` if the server does not name its state, or
+        if cells or videos need the state itself.
         """
         if not self.state:
             what = f"is missing, and {url} does not say which state it serves"

@@ -16,16 +16,18 @@ _DELIMITERS = "\t,;|"
 _MISSING = ("nan", "NaN", "<NA>")
 """Cells that pandas writes where it has no value. "None" and "NA" may be answers."""
 _LISTS = {
-    *(
-        "answer",
-        "answers",
-        "candidates",
-        "choices",
-        "direct_answers",
-        "image",
-        "image_path",
-    ),
-    *("images", "option", "options", "video", "videos"),
+    "answer",
+    "answers",
+    "candidates",
+    "choices",
+    "direct_answers",
+    "image",
+    "image_path",
+    "images",
+    "option",
+    "options",
+    "video",
+    "videos",
 }
 """Columns whose cells may hold a list."""
 

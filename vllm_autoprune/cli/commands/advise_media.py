@@ -241,9 +241,9 @@ def _judge_video(
 ) -> Iterator[str]:
     """Sentences on whether pruning saves FLOPs, and on whether decoding outweighs what it saves.
 
-    If ``flags`` has the time of prefill, the times of all parts are compared. If not, the last
-    sentence gives the speed at which the FLOPs that pruning saves take as long as ``decoding``, in
-    seconds.
+    ``decoding`` is in seconds. If ``flags`` has the time of prefill, the times of all parts are
+    compared. If not, the last sentence gives the speed of a device on which the FLOPs that pruning
+    saves take as long as decoding.
     """
     unpruned = ways["whole"]
     pruned = ways["pruned"]

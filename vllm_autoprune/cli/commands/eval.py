@@ -127,9 +127,9 @@ def _evaluate_states(options: Namespace) -> int:
 
 
 def _build_cases(options: Namespace) -> tuple[list[Case], dict[int, str]]:
-    """The cases, and the images by which searches chose their states, by place of the state.
+    """The cases, and for each named state, by its place, the images by which a search chose it.
 
-    They are those of ``--state``, or of the server's own state, which a dry run does not ask for.
+    The states are those of ``--state``, else the server's own, for which a dry run does not ask.
     """
     from vllm_autoprune.evaluation.cases import build_cases, read_chosen_by
     from vllm_autoprune.evaluation.served_page import OWN, ServedPage

@@ -55,7 +55,7 @@ RECOMMENDED = {
 """Backbone family -> state to begin with, by the rule of docs/choosing.md, "Default states"."""
 
 _FOUND_BY_SEARCH = ("minillava", "minillava-split", "miniqwen")
-"""Shipped states to compare with others by those who measure."""
+"""Shipped states that are recommended to users who measure states on their own questions."""
 
 _FOLDED = {
     "ablation-": "ablations",
@@ -142,7 +142,7 @@ def _describe_entry(name: str) -> _Entry:
 
 
 def _recommend(state: PruningState) -> str:
-    """Where a state is recommended: on families whose default it is, or to those who measure.
+    """Where a state is recommended: on families whose default it is, or if the user measures.
 
     Returns an empty text for other states, among them those of users, whatever their names.
     """

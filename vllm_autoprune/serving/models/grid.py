@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 def _frame_time(vision_config: Any, seconds: float, frame: int) -> int:
-    """Position in time of a frame, at ``seconds`` between frames (Qwen2-VL's kind)."""
+    """Position in time of a frame, with ``seconds`` between frames, in models like Qwen2-VL."""
     factor = seconds * getattr(vision_config, "tokens_per_second", 1.0)
     return int(frame * factor)
 
@@ -308,9 +308,10 @@ class GridVision(GridLayout):
 
     @classmethod
     def measure(cls, info: Any, item: ItemFields) -> ItemSize:
-        """Positions that ``get_mrope_input_positions`` gives a whole image or video, and T.
+        """The span of a whole image or video, and the number of a video's frames.
 
-        The span is None for videos that are never pruned, and for an item without a grid.
+        The span is the number of positions that ``get_mrope_input_positions`` gives. It is None for
+        videos that are never pruned, and for an item without a grid.
         """
         vision = info.get_hf_config().vision_config
         field = item.get(

@@ -404,9 +404,8 @@ def _measure(info: LlavaNextProcessingInfo, item: ItemFields) -> ItemSize:
 
 
 _PLACEHOLDERS = Placeholders(
-    lambda info, size, kwargs: TokenCount(
-        info.get_max_image_tokens()
-    ),  # all frames are one tile
+    # Every image is one tile.
+    lambda info, size, kwargs: TokenCount(info.get_max_image_tokens()),
     lambda info: TokenCount(info.get_max_image_tokens()),
     lambda info: info.get_hf_config().image_token_index,
 )

@@ -239,7 +239,7 @@ class Vision(ABC):
     ) -> None:
         """Cache features once tokens are selected, with the cosines that the selection has read.
 
-        Cosines of an image with so many tokens that it would not fit with them are left out.
+        Cosines are left out if the image would not fit into the cache with them.
         """
         for entry, image in zip(entries, features, strict=True):
             if image.nbytes > self.cache.limit:
