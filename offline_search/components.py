@@ -1,12 +1,16 @@
-"""Searched components of a state, alpha = (S, C, R), as JSON."""
+"""Searched components of a state, alpha = (S, C, R): as JSON, and as changes of another state."""
 
 from __future__ import annotations
+
+import json
 
 from pydantic import JsonValue
 
 from offline_search.settings import Settings
 from vllm_autoprune.tpdsl.atoms.source import Source
+from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.state import Constraints, PruningState
+from vllm_autoprune.tpdsl.transfer import Change, list_changes
 
 JsonObject = dict[str, JsonValue]
 
@@ -73,6 +77,11 @@ def compact_json(state: PruningState, bases: bool = False) -> JsonObject:
     return {**body, BASE: {"name": state.base_policy.name}} if bases else body
 
 
+def dump_json(document: JsonValue) -> str:
+    """JSON without spaces."""
+    return json.dumps(document, separators=(",", ":"))
+
+
 def leave_out_kernel(body: JsonObject, state: PruningState) -> None:
     """Remove the kernel from the components of a state if nothing reads it."""
     scoring = body["scoring"]
@@ -103,3 +112,60 @@ def structure(state: PruningState) -> tuple[str, ...]:
     rank = () if state.rank_at == "merger_out" else (f"{RANK_AT}={state.rank_at}",)
     base = f"{BASE}={state.base_policy.name}"
     return (*(call.atom for call in (*source, *calls)), *core, *rank, base)
+
+
+# ---- changes ----
+
+
+def describe_changes(old: PruningState, new: PruningState, bases: bool = False) -> str:
+    """Changes that make one state of another; ``bases``: whether the base policy is among them."""
+    before = _comparable_json(old, bases)
+    changes = list_changes(before, _comparable_json(new, bases))
+    texts = [_describe_change(change, before) for change in changes]
+    return ", ".join(texts) or "no change"
+
+
+def _comparable_json(state: PruningState, bases: bool) -> JsonObject:
+    """The components of a state that act, to be compared with those of another."""
+    body = components_json(state)
+    leave_out_kernel(body, state)
+    return {**body, BASE: {"name": state.base_policy.name}} if bases else body
+
+
+def _describe_change(change: Change, old: JsonValue) -> str:
+    """Text of a change of ``old``, with names of atoms in place of their positions."""
+    names = list[str]()
+    document = old
+    parts = change.where.split("/")[1:]
+    for depth, part in enumerate(parts, 1):
+        if change.kind == "added" and depth == len(parts):
+            document = change.after  # the last position is that in the new document
+        elif isinstance(document, list):
+            document = document[int(part)]
+        elif isinstance(document, dict):
+            document = document.get(part)
+        if part.isdecimal() and isinstance(document, dict):
+            part = str(document.get("atom", part))
+        names.append(part)
+    name = " ".join(names[1:] if len(names) > 2 else names)
+    if change.kind == "added":
+        return f"{name} added: {_format_value(_shorten(change.after))}"
+    if change.kind != "changed":
+        return f"{name} {change.kind}"
+    if isinstance(change.before, dict | list) or isinstance(change.after, dict | list):
+        return f"{name} = {dump_json(_shorten(change.after))}"
+    return f"{name} {_format_value(change.before)} -> {_format_value(change.after)}"
+
+
+def _format_value(value: JsonValue) -> str:
+    """A JSON value as text, with numbers as short as possible."""
+    return f"{value:g}" if isinstance(value, float) else dump_json(value)
+
+
+def _shorten(value: JsonValue) -> JsonValue:
+    """A call of an atom without its defaults; any other value is returned unchanged."""
+    if not isinstance(value, dict) or value.get("atom") not in ATOMS.names():
+        return value
+    call = ATOMS[str(value["atom"])].call.model_validate(value)
+    shortened: JsonValue = call.model_dump(mode="json", exclude_defaults=True)
+    return shortened

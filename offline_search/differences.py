@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +15,14 @@ from vllm_autoprune.statistics import Estimate, Floats
 
 Verdict = Literal["better", "worse", "same", "undecided"]
 """Verdict of a difference on the first of two policies."""
+
+WORDS: Mapping[Verdict, str] = {
+    "better": "higher",
+    "worse": "lower",
+    "same": "same",
+    "undecided": "undecided",
+}
+"""Words of prompts for verdicts, with which hypotheses state what they expect."""
 
 MINIMUM_IMAGES = 4
 """Smallest number of images for which a standard error is estimated."""
@@ -151,6 +159,19 @@ class PairedDifference:
     questions: int
     rises: int
     falls: int
+
+    def describe(self, decimals: int, resolution: float) -> str:
+        """The difference with its standard error, the verdict, and its numbers of questions."""
+        if not self.questions:
+            return "unknown, as no question was asked of both"
+        error = "unknown"
+        if np.isfinite(self.mean.error):
+            error = f"{self.mean.error:.{decimals}f}"
+        verdict = WORDS[self.mean.judge(resolution)]
+        return (
+            f"{self.mean.value:+.{decimals}f} ± {error}, {verdict} "
+            f"(of {self.questions}, {self.rises} up, {self.falls} down)"
+        )
 
 
 def compare_paired(

@@ -226,6 +226,11 @@ class History:
         """The trial with the highest estimate so far."""
         return next(iter(self.ranked()), None)
 
+    def latest(self) -> list[Trial]:
+        """The trials of the last round."""
+        last = max((trial.proposal.round for trial in self.trials), default=0)
+        return [trial for trial in self.trials if trial.proposal.round == last]
+
     def leader(self) -> Trial:
         """The best trial, or the base policy if that is at least as good."""
         best = self.best()

@@ -9,46 +9,23 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 from textwrap import shorten
-from typing import Literal
 
 import numpy as np
-from pydantic import JsonValue
 
-from offline_search.candidates import BASE_PARENT, Expectation
-from offline_search.components import (
-    BASE,
-    JsonObject,
-    compact_json,
-    components_json,
-    leave_out_kernel,
-)
-from offline_search.differences import (
-    MINIMUM_IMAGES,
-    SMALLEST_CHANGE,
-    PairedDifference,
-    Verdict,
-)
+from offline_search.candidates import BASE_PARENT
+from offline_search.components import compact_json, describe_changes, dump_json
+from offline_search.differences import MINIMUM_IMAGES, SMALLEST_CHANGE
 from offline_search.history import History, Trial
-from vllm_autoprune.tpdsl.registry import ATOMS
+from offline_search.hypotheses import Hypotheses
 from vllm_autoprune.tpdsl.state import PruningState
-from vllm_autoprune.tpdsl.transfer import Change, list_changes
 
 MAX_SUMMARY = 20_000
 """Largest number of characters of a summary."""
-
-_MAX_HYPOTHESES = 5000
-"""Largest number of characters of all hypotheses."""
-
-_MAX_STEP = 120
-"""Number of characters of the changes of a parent that are printed with a hypothesis."""
-
-_ROOM_OF_COUNT = 50
-"""Room for the number of hypotheses that are not listed."""
 
 _MAX_BEST = 10
 """Number of best candidates, of different structures, that a summary lists."""
@@ -81,33 +58,10 @@ _LATEST = "Others of the last round:"
 _NAMED = "Others that these name:"
 _EARLIER = "Others of earlier rounds:"
 
-_HYPOTHESES = (
-    "Hypotheses: the parent, if it is listed; the verdict that was expected; of earlier rounds "
-    "what changed in the parent, if that is short; the difference to the parent that tests it:"
-)
-
-_Test = Literal["confirmed", "refuted", "undecided"]
-"""Verdict on a hypothesis."""
-
-_OUTCOMES: Mapping[Verdict, Expectation] = {
-    "better": "higher",
-    "worse": "lower",
-    "same": "same",
-}
-"""The expectation that a verdict confirms, which is also the word that prompts have for it."""
-
 
 def summarize(history: History) -> str:
     """The summary H_t: loss by category, trend, candidates, hypotheses, failures."""
     return _Summary(history).render()
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """What was measured of a hypothesis, in words, and the verdict on it."""
-
-    text: str
-    verdict: _Test = "undecided"
 
 
 @dataclass(frozen=True)
@@ -132,13 +86,6 @@ class _Summary:
         return self.history.usual_resolution()
 
     @cached_property
-    def latest(self) -> Sequence[Trial]:
-        """The candidates of the last round."""
-        trials = self.history.trials
-        last = max((trial.proposal.round for trial in trials), default=0)
-        return [trial for trial in trials if trial.proposal.round == last]
-
-    @cached_property
     def categories(self) -> Sequence[str]:
         """Names of the categories that are listed, the largest loss first."""
         losses = self._losses
@@ -159,15 +106,13 @@ class _Summary:
         head = [*self._describe_questions(), *self._describe_trend()]
         ties = [*self._describe_ties()]
         failures = [*self._describe_failures()]
-        # As if all candidates were printed, which is the longest list of hypotheses.
-        names = [BASE_PARENT, *(trial.name for trial in self.history.trials)]
-        longest = self._describe_hypotheses(names, _MAX_HYPOTHESES)
-        room = sum(len(line) + 1 for line in longest) + _ROOM_OF_COUNT
+        hypotheses = Hypotheses(self.history, self.decimals, self.resolution)
+        room = hypotheses.measure()
         used = sum(len(line) + 1 for line in (*head, *ties, *failures)) + room
         printed = {self.history.base.name: self.history.base}
         candidates = [*self._list_candidates(MAX_SUMMARY - used, printed)]
-        hypotheses = [*self._describe_hypotheses(printed, room)]
-        return "\n".join([*head, *candidates, *ties, *hypotheses, *failures])
+        tests = [*hypotheses.describe(printed, room)]
+        return "\n".join([*head, *candidates, *ties, *tests, *failures])
 
     def _describe_questions(self) -> Iterator[str]:
         """Number of questions, resolution, the base policy's score, and the categories."""
@@ -269,7 +214,8 @@ class _Summary:
         best = history.ranked_structures()[:_MAX_BEST]
         yield from ((_BEST, trial) for trial in best if trial is self.leader)
         names_of_best = [trial.name for trial in best]
-        tested = [trial for trial in self.latest if trial.proposal.hypothesis]
+        latest = history.latest()
+        tested = [trial for trial in latest if trial.proposal.hypothesis]
         names = [trial.result.same_as for trial in tested]
         names += [name for trial in tested for name in trial.proposal.parents[:1]]
         for name in names:
@@ -290,8 +236,10 @@ class _Summary:
             (trial for trial in history.trials if trial.name in scores),
             key=lambda trial: -scores[trial.name],
         )
-        latest = [trial.name for trial in self.latest]
-        yield from ((_LATEST, trial) for trial in by_score if trial.name in latest)
+        names_of_latest = [trial.name for trial in latest]
+        yield from (
+            (_LATEST, trial) for trial in by_score if trial.name in names_of_latest
+        )
         yield from ((_EARLIER, trial) for trial in by_score)
 
     def _list_candidates(self, room: int, printed: dict[str, Trial]) -> Iterator[str]:
@@ -368,7 +316,7 @@ class _Summary:
         for name, reference in references.items():
             gap = history.compare_paired(trial, reference)
             if gap.questions:
-                yield f"to {name} {self._format_difference(gap)}"
+                yield f"to {name} {gap.describe(self.decimals, self.resolution)}"
         means = history.by_category(trial)
         gains = [
             f"{name} {self._format_score(means[name].value - means[name].base)}"
@@ -402,22 +350,15 @@ class _Summary:
             acting = compact_json(state, names_bases)
             acting.pop("scoring", None)
             acting.pop("constraints", None)
-            return f"exchanges nothing, with {_dump(acting)}"
-        texts = [_dump(compact_json(state, names_bases))]
+            return f"exchanges nothing, with {dump_json(acting)}"
+        texts = [dump_json(compact_json(state, names_bases))]
         for name in (*trial.proposal.parents[:1], self.leader.name):
             near = printed.get(name)
             # Changes of a scoring that is not printed would not be understood.
             if near is not None and near.state and not _is_idle(near.state):
-                texts.append(f"{name} with {self._list_changes(near.state, state)}")
+                changes = describe_changes(near.state, state, names_bases)
+                texts.append(f"{name} with {changes}")
         return min(texts, key=len)
-
-    def _list_changes(self, parent: PruningState, state: PruningState) -> str:
-        """Changes that make one state of another."""
-        old = _describe_state(parent, self.history.names_bases)
-        new = _describe_state(state, self.history.names_bases)
-        changes = list_changes(old, new)
-        texts = [_describe_change(change, old) for change in changes]
-        return ", ".join(texts) or "no change"
 
     def _describe_ties(self) -> Iterator[str]:
         """The candidates that may score as high as the leader."""
@@ -428,92 +369,6 @@ class _Summary:
                 f"Of the best of each structure, these are *same* or *undecided* to "
                 f"{self.leader.name} by their scores, for all questions: {names}."
             )
-
-    def _describe_hypotheses(
-        self, printed: Collection[str], room: int
-    ) -> Iterator[str]:
-        """One line for each hypothesis that there is room for.
-
-        Those of the last round come first, then decided ones of earlier rounds, the latest first.
-        One of an earlier round is left out if nothing says what it changed: its candidate is not
-        among those ``printed``, and its change is long.
-        """
-        tested = [trial for trial in self.history.trials if trial.proposal.hypothesis]
-        if not tested:
-            return
-        yield _HYPOTHESES
-        latest = [trial.name for trial in self.latest]
-        outcomes = {trial.name: self._test_hypothesis(trial) for trial in tested}
-        tested.sort(key=lambda trial: -trial.proposal.round)
-        tested.sort(
-            key=lambda trial: (
-                trial.name not in latest,
-                trial.name not in latest
-                and outcomes[trial.name].verdict == "undecided",
-            )
-        )
-        room -= len(_HYPOTHESES) + _ROOM_OF_COUNT
-        listed = 0
-        for trial in tested:
-            is_latest = trial.name in latest
-            change = "" if is_latest else self._describe_step(trial, printed)
-            if not (is_latest or change or trial.name in printed):
-                continue
-            described = _describe_hypothesis(trial, is_latest, change, printed)
-            line = f"- {described} => {outcomes[trial.name].text}"
-            room -= len(line) + 1
-            if room < 0:
-                break
-            listed += 1
-            yield line
-        if listed < len(tested):
-            yield f"{len(tested) - listed} more hypotheses are not listed."
-
-    def _describe_step(self, trial: Trial, printed: Collection[str]) -> str:
-        """What a candidate changed of its parent, if that is short; else empty.
-
-        Of a duplicate it is the name of the candidate that was measured, if that is ``printed``.
-        """
-        measured = trial.result.same_as
-        if measured in printed:
-            return f"tokens and rows of {measured}"
-        parent = self.history.find((*trial.proposal.parents[:1], BASE_PARENT)[0])
-        if parent is None or parent.state is None or trial.state is None:
-            return ""
-        changes = self._list_changes(parent.state, trial.state)
-        return changes if len(changes) <= _MAX_STEP else ""
-
-    def _test_hypothesis(self, trial: Trial) -> _Outcome:
-        """What was measured of a hypothesis, and the verdict on it."""
-        history = self.history
-        hypothesis = trial.proposal.hypothesis
-        assert hypothesis is not None
-        parent = (*trial.proposal.parents[:1], BASE_PARENT)[0]
-        measured = history.find_measured(trial.name)
-        reference = history.find_measured(parent)
-        if measured is None or history.estimate(measured) is None:
-            result = trial.result
-            return _Outcome(f"not measured, {result.status}: {result.reason[:100]}")
-        if reference is None or reference.values is None:
-            return _Outcome("untested, the parent was not measured")
-        if measured is reference:
-            kept = f"it keeps the tokens of {parent}"
-            if hypothesis.expect == "same":
-                return _Outcome(f"confirmed, {kept}", "confirmed")
-            return _Outcome(f"untested, {kept}")
-        gap = history.compare_paired(measured, reference)
-        text = self._format_difference(gap)
-        if not gap.questions:
-            return _Outcome(text)
-        if gap.mean.value == gap.mean.error == 0 and hypothesis.expect != "same":
-            return _Outcome(f"{text}: untested, no answer changed")
-        found = gap.mean.judge(self.resolution)
-        if found == "undecided":
-            return _Outcome(text)
-        verdict: _Test = (
-            "confirmed" if hypothesis.expect == _OUTCOMES[found] else "refuted"
-        )
-        return _Outcome(f"{text}: {verdict}", verdict)
 
     def _describe_failures(self) -> Iterator[str]:
         """The most frequent reasons for which candidates could not be measured."""
@@ -531,91 +386,8 @@ class _Summary:
         """A score with the decimals that the errors of differences support."""
         return "not measured" if score is None else f"{score:+.{self.decimals}f}"
 
-    def _format_difference(self, gap: PairedDifference) -> str:
-        """A difference with its standard error, the verdict, and its numbers of questions."""
-        if not gap.questions:
-            return "unknown, as no question was asked of both"
-        error = "unknown"
-        if np.isfinite(gap.mean.error):
-            error = f"{gap.mean.error:.{self.decimals}f}"
-        verdict = gap.mean.judge(self.resolution)
-        return (
-            f"{self._format_score(gap.mean.value)} ± {error}, {_OUTCOMES.get(verdict, verdict)} "
-            f"(of {gap.questions}, {gap.rises} up, {gap.falls} down)"
-        )
-
-
-def _describe_hypothesis(
-    trial: Trial, is_latest: bool, change: str, printed: Collection[str]
-) -> str:
-    """Name, parent, expectation and change of a candidate, and its hypothesis.
-
-    ``is_latest``: whether to add the purpose. A parent of earlier candidates has to be ``printed``.
-    """
-    hypothesis = trial.proposal.hypothesis
-    assert hypothesis is not None
-    parent = (*trial.proposal.parents[:1], BASE_PARENT)[0]
-    details = f"expected {hypothesis.expect}"
-    if is_latest:
-        details = f"{hypothesis.purpose or 'no purpose'} of {parent}, {details}"
-    elif parent in printed:
-        details = f"of {parent}, {details}"
-    if change:
-        details += f"; {change}"
-    return f"{trial.name} ({details}): {hypothesis.text or 'no hypothesis'}"
-
-
-def _describe_state(state: PruningState, names_bases: bool) -> JsonObject:
-    """The components of a state that act, to be compared with those of another."""
-    body = components_json(state)
-    leave_out_kernel(body, state)
-    return {**body, BASE: {"name": state.base_policy.name}} if names_bases else body
-
 
 def _is_idle(state: PruningState) -> bool:
     """Whether only the reassembly of a state acts: it has no exchange, order by quality or core."""
     exchanges = bool(state.constraints.selector.bounds(2)[0])
     return not (exchanges or state.orders_by_quality or state.core is not None)
-
-
-def _describe_change(change: Change, old: JsonValue) -> str:
-    """Text of a change of ``old``, with names of atoms in place of their positions."""
-    names = list[str]()
-    document = old
-    parts = change.where.split("/")[1:]
-    for depth, part in enumerate(parts, 1):
-        if change.kind == "added" and depth == len(parts):
-            document = change.after  # the last position is that in the new document
-        elif isinstance(document, list):
-            document = document[int(part)]
-        elif isinstance(document, dict):
-            document = document.get(part)
-        if part.isdecimal() and isinstance(document, dict):
-            part = str(document.get("atom", part))
-        names.append(part)
-    name = " ".join(names[1:] if len(names) > 2 else names)
-    if change.kind == "added":
-        return f"{name} added: {_format_value(_shorten(change.after))}"
-    if change.kind != "changed":
-        return f"{name} {change.kind}"
-    if isinstance(change.before, dict | list) or isinstance(change.after, dict | list):
-        return f"{name} = {_dump(_shorten(change.after))}"
-    return f"{name} {_format_value(change.before)} -> {_format_value(change.after)}"
-
-
-def _format_value(value: JsonValue) -> str:
-    """A JSON value as text, with numbers as short as possible."""
-    return f"{value:g}" if isinstance(value, float) else _dump(value)
-
-
-def _shorten(value: JsonValue) -> JsonValue:
-    """A call of an atom without its defaults; any other value is returned unchanged."""
-    if not isinstance(value, dict) or value.get("atom") not in ATOMS.names():
-        return value
-    call = ATOMS[str(value["atom"])].call.model_validate(value)
-    shortened: JsonValue = call.model_dump(mode="json", exclude_defaults=True)
-    return shortened
-
-
-def _dump(document: JsonValue) -> str:
-    return json.dumps(document, separators=(",", ":"))

@@ -6,7 +6,6 @@ of a policy and how policies are scored; it gives no advice on what to propose.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import cache
 
@@ -17,7 +16,12 @@ from offline_search.candidates import (
     base_in_atoms,
     describe_purposes,
 )
-from offline_search.components import BASE, compact_json, searched_components
+from offline_search.components import (
+    BASE,
+    compact_json,
+    dump_json,
+    searched_components,
+)
 from offline_search.differences import SMALLEST_CHANGE
 from offline_search.released_space import describe_space
 from offline_search.search_space import excluded_atoms
@@ -150,7 +154,7 @@ it is undecided, so is the hypothesis."""
 
 def dump_policy(state: PruningState, settings: Settings) -> str:
     """JSON of a whole policy, in the form that a reply has."""
-    return json.dumps(compact_json(state, bool(settings.bases)), separators=(",", ":"))
+    return dump_json(compact_json(state, bool(settings.bases)))
 
 
 def _describe_goal(settings: Settings) -> str:
