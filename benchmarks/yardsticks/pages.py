@@ -12,7 +12,7 @@ import string
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,7 +41,9 @@ TOKEN = PATCH * MERGE
 MAX_SHAPES = 14
 """Number of shapes in the fullest scene."""
 
-_NUMBERS = range(10, 100)
+NUMBERS = range(10, 100)
+"""Numbers on pages."""
+
 # Clutter: range of the share of free cells with a mark, and of free places with nonsense.
 _MARKED = (0.2, 0.8)
 _NONSENSE = (0.0, 0.6)
@@ -70,6 +72,11 @@ class Size:
         return self.rows * self.columns
 
     @property
+    def copies(self) -> int:
+        """Number of tokens that show the same place."""
+        return 1
+
+    @property
     def pixels(self) -> tuple[int, int]:
         """Height and width in pixels."""
         return self.rows * TOKEN, self.columns * TOKEN
@@ -78,6 +85,14 @@ class Size:
     def cells(self) -> tuple[int, int]:
         """Rows and columns of a scene's cells, each of three by three patches."""
         return self.rows * MERGE // CELL_PATCHES, self.columns * MERGE // CELL_PATCHES
+
+    def token(self, row: int, column: int) -> int:
+        """Index of the token that shows a place at full resolution."""
+        return row * self.columns + column
+
+    def tokens_at(self, row: int, column: int) -> Sequence[int]:
+        """Indices of all tokens that show a place, the one at full resolution first."""
+        return (self.token(row, column),)
 
     def rotary_positions(self, tokens: Tensor) -> Tensor:
         """M-RoPE positions (3, ...) of raster tokens (...) of an image: frame, row and column."""
@@ -95,13 +110,28 @@ class Size:
         )
         return Size(height // TOKEN, width // TOKEN)
 
-    def draw_scene(self, rng: random.Random, max_shapes: int = MAX_SHAPES) -> Scene:
+    def draw_page(
+        self, rng: random.Random, style: PageStyle, max_words: int = len(WORDS)
+    ) -> Page:
+        """Draw a page of this size, as :meth:`Page.draw` does."""
+        return Page.draw(rng, style, self, max_words)
+
+    def draw_scene(
+        self, rng: random.Random, max_shapes: int = MAX_SHAPES, *, ring: bool = False
+    ) -> Scene:
         """Draw a scene of few colours and forms, so that most distractors share one of them.
 
-        Some shapes are faint. Some of the cells without a shape have a mark.
+        Some shapes are faint. Some of the cells without a shape have a mark. In a ``ring`` shapes
+        and marks are in the cells at the border only.
         """
         rows, columns = self.cells
         cells = [(row, column) for row in range(rows) for column in range(columns)]
+        if ring:
+            cells = [
+                (row, column)
+                for row, column in cells
+                if row in (0, rows - 1) or column in (0, columns - 1)
+            ]
         rng.shuffle(cells)
         colours = rng.sample(range(len(COLOURS)), rng.randint(3, 4))
         shapes = rng.sample(range(len(SHAPES)), rng.randint(3, 4))
@@ -143,7 +173,9 @@ class Size:
                 (patch // grid // MERGE, patch % grid // MERGE) for patch in patches
             ]
             return tuple(
-                dict.fromkeys(row * self.columns + column for row, column in places)
+                dict.fromkeys(
+                    token for place in places for token in self.tokens_at(*place)
+                )
             )
 
         rectangles = [
@@ -231,6 +263,9 @@ class Nonsense:
     column: int
 
 
+_Text = TypeVar("_Text", Word, Number, Nonsense)
+
+
 @dataclass(frozen=True)
 class Page:
     """The content of one page; no question is about its nonsense."""
@@ -248,16 +283,18 @@ class Page:
         style: PageStyle,
         size: Size,
         max_words: int = len(WORDS),
+        names: Sequence[int] = range(len(WORDS)),
+        values: Sequence[int] = NUMBERS,
     ) -> Page:
         """Draw a random page of at most `max_words` words, without a word or number twice.
 
-        `max_words` counts as at least 4, the words of the smallest table. At least 4 of `WORDS` are
-        missing from the page.
+        `max_words` counts as at least 4, the words of the smallest table. Words are drawn from
+        `names`, of which at least 4 are missing from the page, and numbers from `values`.
 
         A `full` page follows none of these rules: it has a random word or number in nearly every
         place, without relations between them.
         """
-        max_words = max(4, min(max_words, len(WORDS) - _RESERVED))
+        max_words = max(4, min(max_words, len(names) - _RESERVED))
         words = list[Word]()
         numbers = list[Number]()
         if style == "full":
@@ -265,7 +302,7 @@ class Page:
                 if rng.random() < 0.4:
                     words.append(Word(rng.randrange(len(WORDS)), row, column))
                 elif rng.random() < 0.9:
-                    numbers.append(Number(rng.choice(_NUMBERS), row, column))
+                    numbers.append(Number(rng.choice(NUMBERS), row, column))
         elif style == "list":
             # A list has columns of words; most words have a number on their right.
             pitch = rng.choice((2, 3))
@@ -273,10 +310,10 @@ class Page:
             starts = range(margin, size.columns - 1, pitch)
             places = [(row, column) for row in range(size.rows) for column in starts]
             count = min(max(3, round(rng.uniform(0.5, 0.95) * len(places))), max_words)
-            names = rng.sample(range(len(WORDS)), count)
-            values = rng.sample(_NUMBERS, count)
+            listed = rng.sample(names, count)
+            shown_values = rng.sample(values, count)
             for place, name, value in zip(
-                sorted(rng.sample(places, count)), names, values, strict=True
+                sorted(rng.sample(places, count)), listed, shown_values, strict=True
             ):
                 words.append(Word(name, *place))
                 if len(numbers) < 2 or rng.random() < 0.9:
@@ -287,16 +324,16 @@ class Page:
             rows = rng.randint(2, min(size.rows - 1, max_words - columns))
             top = rng.randint(0, size.rows - 1 - rows)
             edge = rng.randint(0, size.columns - 1 - columns)
-            names = rng.sample(range(len(WORDS)), rows + columns)
+            listed = rng.sample(names, rows + columns)
             heads = [
-                Word(name, top, edge + 1 + i) for i, name in enumerate(names[:columns])
+                Word(name, top, edge + 1 + i) for i, name in enumerate(listed[:columns])
             ]
             labels = [
-                Word(name, top + 1 + i, edge) for i, name in enumerate(names[columns:])
+                Word(name, top + 1 + i, edge) for i, name in enumerate(listed[columns:])
             ]
             cells = [(label, head) for label in labels for head in heads]
             for (label, head), value in zip(
-                cells, rng.sample(_NUMBERS, len(cells)), strict=True
+                cells, rng.sample(values, len(cells)), strict=True
             ):
                 numbers.append(Number(value, label.row, head.column, label, head))
             words = heads + labels
@@ -313,6 +350,25 @@ class Page:
         ]
         nonsense = tuple(part for part in drawn if part.text not in WORDS)
         return cls(style, size, tuple(words), tuple(numbers), nonsense)
+
+    def move(self, rows: int, columns: int) -> Page:
+        """The page with all texts moved down and to the right by these numbers of tokens."""
+
+        def moved(part: _Text) -> _Text:
+            return replace(part, row=part.row + rows, column=part.column + columns)
+
+        words: dict[Word | None, Word | None] = {None: None}
+        words |= {word: moved(word) for word in self.words}
+        numbers = tuple(
+            replace(moved(number), label=words[number.label], head=words[number.head])
+            for number in self.numbers
+        )
+        return replace(
+            self,
+            words=tuple(map(moved, self.words)),
+            numbers=numbers,
+            nonsense=tuple(map(moved, self.nonsense)),
+        )
 
 
 def render_pages(

@@ -249,14 +249,18 @@ IN_PLACE = "in_place"
 AttentionInterface.register(IN_PLACE, _attend_in_place)
 
 
+def wave_frequencies(width: int) -> Tensor:
+    """(width // 4,): angles by which :func:`position_waves` turn from a patch to the next."""
+    return torch.pi / 2 ** torch.linspace(0, 4, width // 4)
+
+
 def position_waves(grid: int, width: int) -> Tensor:
-    """(grid², width): sines and cosines of every patch's row and column.
+    """(grid², width): sines and cosines of every patch's row, then those of its column.
 
     The language model must be able to read rows and columns from the first step on, or it learns
     to do without them.
     """
-    frequencies = torch.pi / 2 ** torch.linspace(0, 4, width // 4)
-    angles = torch.arange(grid)[:, None] * frequencies
+    angles = torch.arange(grid)[:, None] * wave_frequencies(width)
     waves = torch.cat((angles.sin(), angles.cos()), 1)
     row = waves[:, None].expand(grid, grid, -1)
     return torch.cat((row, row.transpose(0, 1)), -1).flatten(0, 1)

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.yardsticks import train_clips, train_minillava, train_miniqwen, training
+from benchmarks.yardsticks import (
+    naming,
+    pictures,
+    train_clips,
+    train_minillava,
+    train_miniqwen,
+    training,
+)
 from benchmarks.yardsticks.clips import SIZE, Clip
 from benchmarks.yardsticks.pages import MERGE, Page
 from benchmarks.yardsticks.questions import Model
@@ -80,7 +87,7 @@ def test_clutter_has_letters_where_it_is_and_words_are_half_of_what_shows_them()
 ):
     drawn = train_miniqwen._draw_pictures(4, [1.0, 0, 0, 0, 0], 3, 3)
     kind, letter = (
-        drawn.labels[[*train_miniqwen._FIELDS].index(f)] for f in ("kind", "letter")
+        drawn.labels[[*pictures.FIELDS].index(f)] for f in ("kind", "letter")
     )
     for content, kinds, letters in zip(drawn.contents, kind, letter, strict=True):
         named = letters.view(-1, MERGE * MERGE).amax(1)
@@ -96,7 +103,7 @@ def test_clutter_has_letters_where_it_is_and_words_are_half_of_what_shows_them()
             assert sorted(letters[letters >= 0].tolist()) == sorted(
                 mark.letter for mark in content.marks if mark.letter is not None
             )
-    basis = train_miniqwen._image_basis()
+    basis = naming.image_basis(192)
     words = torch.randn(8, 192)
     assert torch.allclose(basis @ basis.T, torch.eye(192), atol=1e-5)
     cosine = torch.nn.functional.cosine_similarity(words, words @ basis.T)
