@@ -2,8 +2,9 @@
 
 mini-LLaVA answers questions about scenes on a fixed grid of tokens. mini-Qwen3-VL takes pictures of
 any size, so that pruning can be compared with resizing; further training taught it to watch clips.
-``train_minillava``, ``train_miniqwen`` and ``train_clips`` made the weights; ``examples`` draws the
-held-out questions.
+``train_minillava``, ``train_miniqwen`` and ``train_clips`` made the weights, ``train_miniintern``
+trains mini-InternVL, which has tiles and no weights here yet; ``examples`` draws the held-out
+questions.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, get_args
 from PIL import Image
 from torch import Tensor
 
-from benchmarks.yardsticks import clips, pages, scenes
+from benchmarks.yardsticks import clips, pages, scenes, tiles
 from benchmarks.yardsticks.questions import (
     CATEGORIES,
     KINDS,
@@ -42,8 +42,16 @@ PROMPT: Mapping[Model, tuple[str, str, str]] = {
         "<|image_pad|>",
         "<|vision_end|>{question}<|im_end|>\n<|im_start|>assistant\n",
     ),
+    "miniintern": (
+        "<|im_start|>user\n",
+        "<IMG_CONTEXT>",
+        "{question}<|im_end|>\n<|im_start|>assistant\n",
+    ),
 }
 """Prompt of one question about one image, as of chat templates: before, at and after the image."""
+
+# Texts that a processor writes before and after the tokens of an image.
+_AROUND: Mapping[Model, tuple[str, str]] = {"miniintern": ("<img>", "</img>")}
 
 IMAGE_TOKEN = 4
 """The id of mini-LLaVA's image token."""
@@ -72,6 +80,15 @@ _ATTEMPTS: Mapping[Model, Mapping[str, int]] = {
         "word": 3,
         "cell": 4,
         "compare": 4,
+        "find": 2,
+    },
+    "miniintern": {
+        "digit": 2,
+        "grounding": 3,
+        "value": 3,
+        "word": 2,
+        "cell": 4,
+        "compare": 3,
         "find": 2,
     },
     "clips": {"appears": 2, "shows": 2},
@@ -145,21 +162,34 @@ def _draw_clip(
 
 
 def _draw_picture(
-    seed: int, category: Literal["scenes", "pages"], *, unseen: bool, clean: bool
+    seed: int,
+    model: Model,
+    category: Literal["scenes", "pages"],
+    *,
+    unseen: bool,
+    clean: bool,
 ) -> _Picture:
-    """Draw a picture for mini-Qwen3-VL, of a size of the test split alone if ``unseen``."""
-    sizes = pages.UNSEEN_SIZES if unseen else pages.SIZES
+    """Draw a scene or page; if ``unseen``, as only the test split has it.
+
+    That is a size for mini-Qwen3-VL, and for mini-InternVL a scene with shapes at the border only.
+    """
+    sizes: Sequence[pages.Size] = pages.UNSEEN_SIZES if unseen else pages.SIZES
+    kinds = CATEGORIES[model][category]
+    if model == "miniintern":
+        sizes = tiles.SIZES
+        if category == "scenes":
+            kinds += CATEGORIES[model]["grounding"]
     # The generator of the size is independent of what the picture draws (seed) or is asked (+ 1).
     size = random.Random(seed + 2).choice(sizes)
     rng = random.Random(seed)
     content: scenes.Scene | pages.Page
     if category == "pages":
-        content = pages.Page.draw(rng, rng.choice(pages.PAGE_STYLES), size)
+        content = size.draw_page(rng, rng.choice(pages.PAGE_STYLES))
         images, _ = pages.render_pages([content], seed, clean=clean)
     else:
-        scene = size.draw_scene(rng)
+        scene = size.draw_scene(rng, ring=unseen and model == "miniintern")
         images, (content,) = size.render_scenes([scene], seed, clean=clean)
-    return _Picture(images[0], content, size.cells, CATEGORIES["miniqwen"][category])
+    return _Picture(images[0], content, size.cells, kinds)
 
 
 def draw_examples(
@@ -172,19 +202,20 @@ def draw_examples(
 ) -> list[Example]:
     """Draw ``images`` pictures or clips of a split, and questions of every kind about each.
 
-    A picture of mini-LLaVA has 15 to 19 questions, one of mini-Qwen3-VL 5 to 14, and a clip 6 to 8.
-    With fewer images, the examples are the first ones of a larger draw. ``clean`` images have no
-    grain, and ``clean`` pages no photograph behind the text, as documents have neither. In the test
-    split, one image in four has an arrangement, size or number of frames that training never uses,
-    and another one in four has wordings that training never uses. With ``brief_frames`` every clip
-    has that many frames, and a shape that comes and goes again is there for a single one.
+    A picture of mini-LLaVA has 15 to 19 questions, a scene or page of the others 5 to 14, and a
+    clip 6 to 8. With fewer images, the examples are the first ones of a larger draw. ``clean``
+    images have no grain, and ``clean`` pages no photograph behind the text, as documents have
+    neither. In the test split, one image in four (of mini-InternVL, one scene in four) has an
+    arrangement, size or number of frames that training never uses, and another one in four has
+    wordings that training never uses. With ``brief_frames`` every clip has that many frames, and a
+    shape that comes and goes again is there for a single one.
     """
     examples: list[Example] = []
     next_pair = 0
     attempts = _ATTEMPTS[model]
     for image_id in range(images):
-        # mini-Qwen3-VL's scenes and pages alternate, so they are numbered separately.
-        number = image_id // 2 if model == "miniqwen" else image_id
+        # Scenes and pages alternate, so they are numbered separately.
+        number = image_id // 2 if model in ("miniqwen", "miniintern") else image_id
         unseen = split == "test" and number % 4 == 1
         unseen_wordings = split == "test" and number % 4 == 3
         seed = SEEDS[split][image_id]
@@ -196,7 +227,7 @@ def draw_examples(
             )
         else:
             category: Literal["scenes", "pages"] = "pages" if image_id % 2 else "scenes"
-            picture = _draw_picture(seed, category, unseen=unseen, clean=clean)
+            picture = _draw_picture(seed, model, category, unseen=unseen, clean=clean)
         # A generator of its own keeps the questions independent of how the picture is drawn.
         questions = Questions(
             random.Random(seed + 1),
@@ -258,6 +289,13 @@ def keep_evidence(
 def format_prompt(question: str, model: Model = "minillava") -> str:
     """The prompt of one question about one image, with a single image token."""
     return "".join(PROMPT[model]).format(question=question)
+
+
+def split_prompt(model: Model) -> tuple[str, str]:
+    """Texts before and after the tokens of an image; the latter has a slot for the question."""
+    before, _, behind = PROMPT[model]
+    start, end = _AROUND.get(model, ("", ""))
+    return before + start, end + behind
 
 
 def as_picture(image: Tensor) -> Image.Image:

@@ -28,6 +28,7 @@ from benchmarks.yardsticks.yardstick import (
     EncodedBatch,
     Scores,
     Yardstick,
+    place_on_line,
     record_outputs,
 )
 from vllm_autoprune.checkpoint import LlavaVision
@@ -90,7 +91,7 @@ class MiniLlava(Yardstick):
         def score(rows: Tensor, places: Tensor | None) -> Scores:
             if places is None:
                 return self.score_rows(batch, rows)
-            return self.score_rows(batch, rows, partial(_place, places))
+            return self.score_rows(batch, rows, partial(place_on_line, places, PATCHES))
 
         def score_resized(budget: int) -> Scores:
             pooled = pool_tokens(budget, tokens)
@@ -103,17 +104,6 @@ class MiniLlava(Yardstick):
             lambda selection, rows, places: score(rows, places),
             score_resized,
         )
-
-
-def _place(places: Tensor, lead: int, tail: int) -> dict[str, Tensor]:
-    """Positions of text, of rows at places ``(M, K)`` of the image, and of the text after it."""
-    count = len(places)
-    text = torch.arange(lead)
-    tail_positions = torch.arange(tail) + lead + PATCHES
-    parts = (text.expand(count, -1), lead + places, tail_positions.expand(count, -1))
-    positions = torch.cat(parts, 1)
-    # Without a mask, gaps between positions are taken for boundaries of packed sequences.
-    return {"position_ids": positions, "attention_mask": torch.ones_like(positions)}
 
 
 class _LlamaPrefix(LanguagePrefix):

@@ -26,30 +26,23 @@ from benchmarks.yardsticks.pages import MERGE, TOKEN, Size
 from benchmarks.yardsticks.yardstick import (
     Budget,
     EncodedBatch,
+    EncodedImage,
     Scores,
     Yardstick,
     record_outputs,
 )
-from vllm_autoprune.tpdsl.tokens import Grid, Instruction, MergerInput, VisualTokens
+from vllm_autoprune.tpdsl.tokens import Grid
 
 
 @dataclass(frozen=True)
-class _EncodedImage:
-    """An image after the vision tower.
+class _EncodedImage(EncodedImage):
+    """An image whose ``levels`` (N, D) are each added in one of the next layers.
 
-    rows (N, D) enter the first layer of the language model; each of levels (N, D) is added in one
-    of the next layers. attention (N,) is the attention to a token from all patches in the tower's
-    last layer. encoder (N, Dv) is the mean of a token's patches before the merger. merger_norms (N,
-    2) are the means of the patches' two norms before the first deepstack merger: the sum of
-    absolute values and the Euclidean norm.
+    merger_norms are those of the first deepstack merger.
     """
 
     size: Size
-    rows: Tensor
     levels: tuple[Tensor, ...]
-    attention: Tensor
-    encoder: Tensor
-    merger_norms: Tensor
 
 
 class MiniQwen(Yardstick):
@@ -83,37 +76,9 @@ class MiniQwen(Yardstick):
 
     @torch.no_grad()
     def encode(self, batch: Sequence[Example]) -> EncodedBatch:
-        """Encode one image and M questions about it, with the inputs of policies in a server.
-
-        Relevance is measured in the language model's input embeddings, against the mean embedding
-        of the question. A state's ``rank_at`` decides whether tokens are ranked after or before the
-        merger.
-        """
+        """Encode one image and M questions about it, with the inputs of policies in a server."""
         image = self.encode_image(batch[0].image)
-        count = len(batch)
-        grid = Grid(image.size.rows, image.size.columns)
-        features = image.rows.expand(count, -1, -1)
-        embed = self.network.get_input_embeddings()
-        questions = [torch.tensor(self.token_ids(e.question)) for e in batch]
-        text = torch.stack([embed(ids).float().mean(0) for ids in questions])
-        segments = torch.ones(count, 1, dtype=torch.bool)
-        tokens = VisualTokens(
-            features,
-            grid,
-            cls_attention=image.attention.expand(count, -1),
-            instruction=Instruction(features, text[:, None], segments, sign=1),
-            known_cosine=lambda: VisualTokens(image.rows[None], grid).cosine.expand(
-                count, -1, -1
-            ),
-            encoder=image.encoder.expand(count, -1, -1),
-            words=self.embed_content_words(batch),
-            merger_input=MergerInput(
-                image.merger_norms.expand(count, -1, -1),
-                lambda: VisualTokens(image.encoder[None], grid).cosine.expand(
-                    count, -1, -1
-                ),
-            ),
-        )
+        tokens = self.describe_image(batch, image)
         return EncodedBatch(
             batch,
             tokens,
@@ -159,15 +124,16 @@ class MiniQwen(Yardstick):
             )
         )
         scores = query @ key.transpose(1, 2) * query.shape[-1] ** -0.5
+        norms = (before_merger.abs().sum(2), before_merger.norm(dim=2))
+        seen = Size(rows // MERGE, columns // MERGE)
         return _EncodedImage(
-            Size(rows // MERGE, columns // MERGE),
+            Grid(seen.rows, seen.columns),
             encoded.pooler_output,
-            tuple(encoded.deepstack_features),
             by_token(scores.softmax(-1).mean((0, 1))).mean(1),
             by_token(encoded.last_hidden_state).mean(1),
-            torch.stack(
-                [before_merger.abs().sum(2), before_merger.norm(dim=2)], 2
-            ).mean(1),
+            torch.stack(norms, 2).mean(1),
+            seen,
+            tuple(encoded.deepstack_features),
         )
 
     def score_image(

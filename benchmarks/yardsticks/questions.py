@@ -29,7 +29,7 @@ from benchmarks.yardsticks.scenes import (
 _Slots = Mapping[str, str | int]
 """Values for the slots of a wording."""
 
-Model = Literal["minillava", "miniqwen", "clips"]
+Model = Literal["minillava", "miniqwen", "miniintern", "clips"]
 """A model and its questions; those of `clips` suit any model that takes videos."""
 
 CATEGORIES: dict[Model, dict[str, tuple[str, ...]]] = {
@@ -52,6 +52,19 @@ CATEGORIES: dict[Model, dict[str, tuple[str, ...]]] = {
             "existence",
             "reading",
         ),
+        "pages": ("value", "word", "cell", "compare", "find"),
+    },
+    "miniintern": {
+        "scenes": (
+            "digit",
+            "colour",
+            "shape",
+            "count",
+            "quarter",
+            "existence",
+            "reading",
+        ),
+        "grounding": ("grounding",),
         "pages": ("value", "word", "cell", "compare", "find"),
     },
     "clips": {"clips": ("moves", "where", "appears", "shows", "passes", "still")},
@@ -78,6 +91,9 @@ _PHRASES = {"beside": "shape {relation} the {name}", "half": "half {name}"}
 
 _MAX_COUNT = 5
 """Largest number that is the answer to a counting question."""
+
+_GROUNDING_GRID = 4
+"""Rows and columns, of equal size, in which grounding questions divide a picture of any size."""
 
 _NEIGHBOURS = dict(
     zip(("left of", "right of", "above", "below"), NEIGHBOURS, strict=True)
@@ -117,7 +133,7 @@ class _SceneFacts:
     def draw(self, kind: str) -> Sequence[Fact]:
         """One fact, or one for "yes" and one for "no"; none if the scene does not suit `kind`."""
         match kind:
-            case "digit" | "quarter" | "half":
+            case "digit" | "quarter" | "half" | "grounding":
                 return self.draw_attribute(kind)
             case "colour" | "shape":
                 return self.draw_carrier(kind)
@@ -133,13 +149,17 @@ class _SceneFacts:
                 return self.draw_claim(kind)
 
     def draw_attribute(self, kind: str) -> Sequence[Fact]:
-        """The digit on a named shape, or the quarter or half that the shape is in."""
+        """The digit on a named shape, or the quarter, half, or row and column that it is in."""
         thing = self.rng.choice(self.scene.things)
         quarter = self._sides(thing)
+        rows, columns = self.cells
+        row = thing.row * _GROUNDING_GRID // rows + 1
+        column = thing.column * _GROUNDING_GRID // columns + 1
         answers = {
             "digit": str(thing.digit),
             "quarter": " ".join(quarter),
             "half": quarter[1],
+            "grounding": f"row {row} column {column}",
         }
         return [(self._patches(thing), answers[kind], {"name": thing.name})]
 

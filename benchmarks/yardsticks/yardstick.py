@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerBase
 
 from benchmarks.yardsticks.examples import (
     CHECKPOINTS,
-    PROMPT,
     Example,
     keep_first,
+    split_prompt,
     weights_digest,
 )
 from benchmarks.yardsticks.questions import Model
@@ -31,7 +31,15 @@ from vllm_autoprune.tpdsl.base_policy import RefinedTokens
 from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.refine import refine
 from vllm_autoprune.tpdsl.state import PruningState
-from vllm_autoprune.tpdsl.tokens import Need, Positions, VisualTokens, Words
+from vllm_autoprune.tpdsl.tokens import (
+    Grid,
+    Instruction,
+    MergerInput,
+    Need,
+    Positions,
+    VisualTokens,
+    Words,
+)
 
 
 @dataclass(frozen=True)
@@ -133,6 +141,40 @@ def place_rows(
     return (torch.arange(budget) * count // budget).expand(len(refined.features), -1)
 
 
+def place_on_line(
+    places: Tensor, count: int, lead: int, tail: int
+) -> dict[str, Tensor]:
+    """Arguments of a language model whose positions have one axis, for rows at their places.
+
+    There are ``lead`` tokens of text, rows at places ``(M, K)`` of an image of N = ``count``
+    tokens, and ``tail`` tokens of text, which have the positions that they have after all N.
+    """
+    text = torch.arange(lead)
+    tail_positions = torch.arange(tail) + lead + count
+    rows = len(places)
+    parts = (text.expand(rows, -1), lead + places, tail_positions.expand(rows, -1))
+    positions = torch.cat(parts, 1)
+    # Without a mask, gaps between positions are taken for boundaries of packed sequences.
+    return {"position_ids": positions, "attention_mask": torch.ones_like(positions)}
+
+
+@dataclass(frozen=True)
+class EncodedImage:
+    """An image after the vision tower.
+
+    rows (N, D) enter the first layer of the language model. attention (N,) is the attention to a
+    token from all patches in the tower's last layer. encoder (N, Dv) is the mean of a token's
+    patches before the merger. merger_norms (N, 2) are the sum of absolute values and the Euclidean
+    norm of the first merger's input, as means over a token's patches, or of its patches in one row.
+    """
+
+    grid: Grid
+    rows: Tensor
+    attention: Tensor
+    encoder: Tensor
+    merger_norms: Tensor
+
+
 class Yardstick(ABC):
     """A small model with its questions; the checkpoint is loaded at first use.
 
@@ -204,6 +246,40 @@ class Yardstick(ABC):
         )
         return Words(self.network.get_input_embeddings()(ids), used)
 
+    def describe_image(
+        self, batch: Sequence[Example], image: EncodedImage
+    ) -> VisualTokens:
+        """Inputs of policies in a server, for M questions about one image.
+
+        Relevance is measured in the language model's input embeddings, against the mean embedding
+        of the question. A state's ``rank_at`` decides whether tokens are ranked after or before the
+        merger.
+        """
+        count = len(batch)
+        grid = image.grid
+        features = image.rows.expand(count, -1, -1)
+        embed = self.network.get_input_embeddings()
+        questions = [torch.tensor(self.token_ids(e.question)) for e in batch]
+        text = torch.stack([embed(ids).float().mean(0) for ids in questions])
+        segments = torch.ones(count, 1, dtype=torch.bool)
+        return VisualTokens(
+            features,
+            grid,
+            cls_attention=image.attention.expand(count, -1),
+            instruction=Instruction(features, text[:, None], segments, sign=1),
+            known_cosine=lambda: VisualTokens(image.rows[None], grid).cosine.expand(
+                count, -1, -1
+            ),
+            encoder=image.encoder.expand(count, -1, -1),
+            words=self.embed_content_words(batch),
+            merger_input=MergerInput(
+                image.merger_norms.expand(count, -1, -1),
+                lambda: VisualTokens(image.encoder[None], grid).cosine.expand(
+                    count, -1, -1
+                ),
+            ),
+        )
+
     @torch.no_grad()
     def score_rows(
         self,
@@ -217,7 +293,7 @@ class Yardstick(ABC):
         before and after the image. Padding is on the right, where the causal mask hides it from all
         real tokens.
         """
-        lead_text, _, template = PROMPT[self.key]
+        lead_text, template = split_prompt(self.key)
         questions = [
             self.token_ids(template.format(question=e.question)) for e in examples
         ]

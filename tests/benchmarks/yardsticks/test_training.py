@@ -14,6 +14,7 @@ from benchmarks.yardsticks import (
     naming,
     pictures,
     train_clips,
+    train_miniintern,
     train_minillava,
     train_miniqwen,
     training,
@@ -36,6 +37,13 @@ STEPS: dict[Model, dict[str, float]] = {
         "phrases": 9.976,
         "questions": 9.111,
     },
+    "miniintern": {
+        "reading": 29.342,
+        "tower": 32.181,
+        "naming": 7.593,
+        "phrases": 8.956,
+        "questions": 8.238,
+    },
     "clips": {"phrases": 9.781, "questions": 9.280, "thinned": 9.267},
 }
 """Loss of the first step of every stage, as with the optimiser that trained what is committed."""
@@ -51,6 +59,7 @@ def test_one_seed_gives_one_checkpoint(
     programs = {
         "minillava": train_minillava,
         "miniqwen": train_miniqwen,
+        "miniintern": train_miniintern,
         "clips": train_clips,
     }
     monkeypatch.setattr(train_clips, "_DROPOUT", 1.0)  # of tokens in the first step too
