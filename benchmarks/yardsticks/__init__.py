@@ -19,12 +19,19 @@ YARDSTICKS = ("minillava", "miniqwen")
 
 
 def open_yardstick(name: str, checkpoint: Path | None = None) -> Yardstick:
-    """Open a yardstick with the committed checkpoint, or with another training of its model."""
+    """Open a yardstick with the committed checkpoint, or with another training of its model.
+
+    mini-InternVL (``miniintern``) needs a checkpoint.
+    """
     # Imported here, because importing transformers takes seconds.
     if name == "minillava":
         from benchmarks.yardsticks.minillava import MiniLlava
 
         return MiniLlava(checkpoint)
+    if name == "miniintern":
+        from benchmarks.yardsticks.miniintern import MiniIntern
+
+        return MiniIntern(checkpoint)
     from benchmarks.yardsticks.miniqwen import MiniQwen
 
     return MiniQwen(checkpoint)

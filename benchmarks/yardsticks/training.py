@@ -216,8 +216,8 @@ class Training:
             prefix + name: value.detach().to(torch.bfloat16).contiguous().clone()
             for prefix, module in modules.items()
             for name, value in module.state_dict().items()
-            # Tables of positions are not weights, and mini-Qwen3-VL's head is tied to its
-            # embeddings.
+            # Tables of positions are not weights, and the heads of mini-Qwen3-VL and mini-InternVL
+            # are tied to their embeddings.
             if not name.endswith("position_ids")
             and (prefix or name != "lm_head.weight")
         }

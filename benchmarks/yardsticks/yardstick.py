@@ -178,7 +178,8 @@ class EncodedImage:
 class Yardstick(ABC):
     """A small model with its questions; the checkpoint is loaded at first use.
 
-    ``key`` is the model's name in commands, ``search_result`` the state that a search found on it.
+    ``key`` is the model's name in commands, ``search_result`` the state that a search found on it,
+    empty if no search has seen the model.
     ``usual_tokens`` is N of a usual image. ``available`` has the inputs that a server of this
     backbone gives to policies. ``equal_policies`` are base policies that keep the same tokens as
     another one on this model, so they get no row. At most ``images_per_batch`` images are encoded
@@ -188,7 +189,7 @@ class Yardstick(ABC):
 
     name: ClassVar[str]
     key: ClassVar[Model]
-    search_result: ClassVar[str]
+    search_result: ClassVar[str] = ""
     budgets: ClassVar[Sequence[Budget]]
     usual_tokens: ClassVar[int]
     available: ClassVar[frozenset[Need]]
