@@ -14,7 +14,7 @@ from vllm_autoprune.evaluation.questions import read_asked, refuse
 def choose_questions(
     data: Path, count: int, part: int, cache: str
 ) -> Sequence[AskedQuestion]:
-    """The questions of a part, each of ``count``, in the order of the data.
+    """The questions of part number ``part``, in the order of the data; a part has ``count``.
 
     Raises :class:`ConfigError` for unreadable data, :class:`BenchmarkError` for too little.
     """
@@ -35,7 +35,7 @@ def choose_questions(
 
 
 def _drop_shared(questions: Sequence[AskedQuestion]) -> Iterator[AskedQuestion]:
-    """The questions none of whose pictures an earlier one has, of which a cache would answer."""
+    """The questions that share no picture with an earlier one, which would leave it in a cache."""
     seen = set[str]()
     for question in questions:
         digests = {picture.digest for picture in question.pictures}

@@ -165,7 +165,7 @@ class Workload(RequestOptions):
     model: str
     """Name of the served model."""
     part: int = 0
-    """Of the own data, so that loads share no picture."""
+    """Number of the part of one's own data that is sent; loads send different parts."""
     vocabulary: Literal["english", "numbered"] = "english"
     """``numbered`` are the words w1, w2, ..., each of which is one token of a model without
     weights."""

@@ -28,7 +28,7 @@ class Chosen:
 
 
 def distances(similarity: Tensor) -> Tensor:
-    """Turn similarity ``(B, N, N)`` into distance 1 - similarity, in place; to itself: infinite."""
+    """Turn similarity ``(B, N, N)`` into distance 1 - similarity, in place; infinite to itself."""
     distance = similarity.neg_().add_(1)
     distance.diagonal(dim1=1, dim2=2).fill_(torch.inf)
     return distance

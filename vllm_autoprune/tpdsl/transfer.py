@@ -130,10 +130,10 @@ def instruction_free(
     """Variant with the same budget, pool, quota and reassembly that reads no instruction.
 
     Returns the variant and every field in which it differs. Signals that read the instruction are
-    dropped; the others keep their weights, because only the ratios matter. A core is dropped:
-    questions then share all KV blocks without it, and the rest of the state chooses better among K
-    tokens than among K - K_c. A state that is all core is kept. Raises :class:`StateError` if a
-    part that reads the instruction has no substitute.
+    dropped; the others keep their weights, because only the ratios matter. A core is dropped too:
+    the variant shares all KV blocks between questions anyway, and its other parts choose better
+    among K tokens than among K - K_c. A state that is all core keeps it. Raises
+    :class:`StateError` if a part that reads the instruction has no substitute.
     """
     after = state.document()
     why = {"/name": "distinguishes the variant from the original"}

@@ -152,7 +152,7 @@ TRIMMING: ContextVar[Trimming | None] = ContextVar("autoprune_trimming", default
 
 @contextmanager
 def trim_images(trimming: Trimming | None) -> Iterator[None]:
-    """Trim the images that vLLM processes within; vLLM's steps pass on no argument of ours."""
+    """Trim the images that vLLM processes in this context; its steps pass on no such argument."""
     token = TRIMMING.set(trimming)
     try:
         yield

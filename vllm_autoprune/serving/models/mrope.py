@@ -70,13 +70,13 @@ def _compute_input_positions(
 
     The delta is added to the index of a generated token to get its position. ``unpruned`` has the
     tokens of every whole image or video by its index in ``features``; it lacks items whose rows
-    have no positions. ``firsts`` maps every later item of an image to the
-    image's first item (:func:`.match_items`). The model's own code places the whole images, and
-    then the positions of missing placeholders are removed. The tokens of an item that lacks some,
-    and those of later items of its image, all stand at their image's first position until
-    :func:`_place_image_tokens` knows the kept tokens. Tokens of a video stand beyond that position
-    in width, which distinguishes them from placed tokens; ``widths`` are the widths of videos.
-    Tokens of ``packed`` items stand one after the other, like text.
+    have no positions. ``firsts`` maps every later item of an image to the image's first item
+    (:func:`.match_items`). The model's own code places the whole images, and then the positions of
+    missing placeholders are removed. The tokens of an item that lacks some, and those of later
+    items of its image, all stand at their image's first position until :func:`_place_image_tokens`
+    knows the kept tokens. Tokens of a video stand beyond that position in width, which
+    distinguishes them from placed tokens; ``widths`` are the widths of videos. Tokens of ``packed``
+    items stand one after the other, like text.
     """
     full: list[int] = []
     source: list[int] = []
