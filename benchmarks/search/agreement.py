@@ -134,9 +134,9 @@ class _Answers:
 def format_agreement(paths: Sequence[Path]) -> str:
     """A row for each folder or ledger, in Markdown, with all different states of it.
 
-    *Told apart*: pairs of states whose difference in nats has an interval, over questions, without
-    0. The last two columns are of ledgers: how well a score on half of the questions ranks states
-    by right answers to the other half.
+    *Told apart*: pairs of states whose difference in nats has an interval over questions that does
+    not contain 0. The last two columns are of ledgers: how well a score on half of the questions
+    ranks states by right answers to the other half.
     """
     rows = []
     for path in paths:

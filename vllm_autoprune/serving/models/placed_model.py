@@ -99,7 +99,7 @@ class PlacedModel(PrunedModel, _Stock):
     ) -> tuple[Tensor, int]:
         """Positions of the prompt with whole images, as stock (``SupportsMRoPE``).
 
-        For grids and text that no server makes, which have no positions, tokens follow each other.
+        Grids and text that no server makes have no positions; tokens then follow each other.
         """
         if self.autoprune is None:
             return super().get_mrope_input_positions(input_tokens, mm_features)
