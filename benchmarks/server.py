@@ -19,6 +19,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import httpx
+import torch
 
 from benchmarks import BenchmarkError
 from vllm_autoprune.connection import Connection, make_client
@@ -26,6 +27,7 @@ from vllm_autoprune.ops.dtype import choose_dtype
 
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 """Environment of small models on a CPU; a server on a GPU ignores it."""
+_CPU_FLAGS = ("--block-size", "32", "--enforce-eager", "--max-num-seqs", "8")
 _PR_SET_PDEATHSIG = 1
 
 
@@ -40,6 +42,15 @@ def _connect() -> httpx.Client:
     return make_client(
         httpx.Client, "http://127.0.0.1", Connection(), headers=headers, limits=limits
     )
+
+
+def default_flags() -> tuple[str, ...]:
+    """Flags of a server that is measured: none on a GPU, where users get vLLM's defaults.
+
+    On a CPU there are no graphs to capture, and compiling takes minutes.
+    """
+    # Not is_available(): after that call an engine could not fork its workers.
+    return () if torch.cuda.device_count() else _CPU_FLAGS
 
 
 class ServerDied(BenchmarkError):

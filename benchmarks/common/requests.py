@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -59,6 +60,20 @@ def draw_picture(seed: int, width: int, height: int) -> Image.Image:
     grain = generator.normal(0, 2, size=(height, width, 1)).astype(np.float32)
     lit = pixels * light[..., None].astype(np.float32) + grain
     return Image.fromarray(lit.clip(0, 255).astype(np.uint8))
+
+
+def crop_pictures(seed: int, count: int, width: int, height: int) -> list[Image.Image]:
+    """Draw ``count`` pictures of which no two are equal, as windows of one of four times the area.
+
+    Drawing each by itself takes a second, and what is measured may take less.
+    """
+    canvas = draw_picture(seed, 2 * width, 2 * height)
+    corners = random.Random(seed).sample(range(width * height), count)
+    windows = []
+    for corner in corners:
+        y, x = divmod(corner, width)
+        windows.append(canvas.crop((x, y, x + width, y + height)))
+    return windows
 
 
 def encode_picture(image: Image.Image, kind: Literal["jpeg", "png"] = "png") -> str:

@@ -16,8 +16,12 @@ from vllm_autoprune.cli.output import CommandParser
 _COMMANDS = {
     "cells": "requests/s and time to first token with blank cells dropped before the tower",
     "clips": "requests/s and time to first token of clips, beside stock vLLM and EVS",
+    "curve": "load curves by `vllm bench serve`, and how busy API servers and GPU are",
     "efficiency": "FLOPs, prefill, decode and KV cache of each policy, as a table",
+    "kernels": "time of selections on a GPU by Triton's kernels and by torch's loops",
     "launches": "kernels that a selection launches on a GPU, counted and modelled without one",
+    "offline": "prompts and answers of `LLM()` in Python, stock and pruned",
+    "photo": "a photo of twelve megapixels on a small share of a GPU's memory",
     "selection": "time of token selection, compared with the published code",
     "soak": "a pruned server under mixed load: errors, memory growth, metrics",
 }

@@ -40,7 +40,7 @@ _PROMISES = {
 
 
 @dataclass(frozen=True)
-class _Size:
+class BatchSize:
     """A batch of images: n tokens in each of T tiles, K kept tokens over all tiles."""
 
     per_tile: int
@@ -87,7 +87,7 @@ class _Size:
 
 
 _SIZES = [
-    _Size(tokens, tiles, batch, tiles * (tokens // 9))
+    BatchSize(tokens, tiles, batch, tiles * (tokens // 9))
     for tiles, counts in (
         (1, (64, 144, 256, 576, 1024, 2880)),
         (5, (64, 144, 256, 576)),
@@ -140,7 +140,7 @@ def _select_as_published(tokens: VisualTokens, budget: int) -> Tensor:
 class _Measurement(NamedTuple):
     """Seconds of every round at one size, and the share of equal picks."""
 
-    size: _Size
+    size: BatchSize
     published: Sequence[float]
     ours: Sequence[float]
     alike: float = 1.0
@@ -151,7 +151,7 @@ class _Measurement(NamedTuple):
         return Estimate.ratio_of_medians(self.ours, self.published)
 
     @classmethod
-    def of(cls, size: _Size, device: str) -> _Measurement:
+    def of(cls, size: BatchSize, device: str) -> _Measurement:
         """Time CDPruner from features to indices; the order swaps every second round."""
         tokens = size.draw_tokens(device)
         base = BASE_POLICIES["cdpruner"]

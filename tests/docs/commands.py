@@ -36,6 +36,7 @@ _NOT_TYPED = re.compile(
     r"|^guidellm "  # not installed
     r"|gpu-\d|http://server:|--worker |dashscope|/opt/lmms"  # other machines, or a network
     r"|--gpu|--runner v2"
+    r"|^scripts/gpu_day"  # tests/test_gpu_day.py does
 )
 """What this machine cannot type, each with its reason."""
 _SERVE = re.compile(r"^(VLLM_CPU_KVCACHE_SPACE=1 )?vllm serve (benchmarks|out)/")

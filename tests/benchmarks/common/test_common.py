@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from transformers import AutoConfig, AutoProcessor
 
+from benchmarks import BenchmarkError
 from benchmarks.common.client import Client, Record
+from benchmarks.common.memory import PeakMemory, read_peak_memory
 from benchmarks.common.shapes import (
     TOKENS,
     count_kv_bytes,
@@ -141,3 +147,34 @@ def test_the_root_cause_is_the_plugin_s_refusal_or_the_first_error(
     (tmp_path / "log").write_text(log)
     error = ServerDied.diagnose(tmp_path / "log")
     assert error.problems[0].what == cause
+
+
+# ---- peak memory ----
+
+
+def test_peak_memory_is_beyond_weights_and_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tied weights and views of a cache are counted once; a layer may have several caches."""
+    model = nn.Linear(8, 4, bias=False)
+    model.register_buffer("tied", model.weight.detach().view(-1))
+    cache = torch.zeros(100)
+    worker = PeakMemory()
+    caches = [cache[:50], cache[50:], [torch.zeros(3), torch.zeros(2)]]
+    worker.model_runner = SimpleNamespace(get_model=lambda: model, kv_caches=caches)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert worker.read_peak_memory() is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1000)
+    memory = worker.read_peak_memory()
+    assert memory == {"peak": 1000, "weights": 4 * 32, "cache": 4 * 105}
+    answers: list[tuple[int, Any]] = [
+        (200, {"results": [memory, {**memory, "peak": 2000}]}),
+        (200, {"results": [None]}),
+        (404, {"detail": "Not Found"}),
+    ]
+    server: Any = SimpleNamespace(url="http://a", post=lambda *_: answers.pop(0))
+    assert read_peak_memory(server) == 2000 - 128 - 420
+    assert read_peak_memory(server) is None
+    with pytest.raises(BenchmarkError, match="status 404"):
+        read_peak_memory(server)

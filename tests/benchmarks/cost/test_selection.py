@@ -7,21 +7,21 @@ import torch
 
 from benchmarks.cost.__main__ import main
 from benchmarks.cost.selection import (
+    BatchSize,
     _format_table,
     _Measurement,
     _select_as_published,
-    _Size,
 )
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
-SMALL = _Size(36, 1, 2, 6)
-LARGE = _Size(576, 1, 1, 64)
+SMALL = BatchSize(36, 1, 2, 6)
+LARGE = BatchSize(576, 1, 1, 64)
 
 
 @pytest.mark.parametrize(
-    "size", [_Size(64, 1, 3, 16), _Size(36, 5, 2, 30), _Size(144, 1, 1, 24)]
+    "size", [BatchSize(64, 1, 3, 16), BatchSize(36, 5, 2, 30), BatchSize(144, 1, 1, 24)]
 )
-def test_our_selection_equals_the_published_one(size: _Size) -> None:
+def test_our_selection_equals_the_published_one(size: BatchSize) -> None:
     """Ours equals golden cases of the published code, and so does what it is compared with."""
     tokens = size.draw_tokens(dtype=torch.float32)
     base = BASE_POLICIES["cdpruner"]
@@ -38,7 +38,7 @@ def test_our_selection_equals_the_published_one(size: _Size) -> None:
     ],
 )
 def test_the_worst_size_decides(
-    device: str, seconds: dict[_Size, float], verdict: str, worst: _Size
+    device: str, seconds: dict[BatchSize, float], verdict: str, worst: BatchSize
 ) -> None:
     rows = [_Measurement(size, [1.6] * 9, [ours] * 9) for size, ours in seconds.items()]
     text = _format_table(device, rows)
