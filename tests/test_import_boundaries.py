@@ -55,11 +55,11 @@ ROOMS: dict[str, set[str]] = {
     "serving.description": {"request_rules", "served_state"},
     "serving.request_states": {"plan", "state_codec", "state_safety"},
     "serving.plan_rules": {"plan", "request_rules", "served_state", "state_codec"},
-    "serving.encoder_steps": {"plan", "state_codec"},
+    "serving.encoder_steps": {"compat", "plan", "state_codec"},
     "serving.api": SHARED,
     "serving.worker": SHARED,
     "serving.models": SHARED | {"api", "worker"},
-    "serving.startup_rules": SHARED | {"models"},
+    "serving.startup_rules": SHARED | {"encoder_steps", "models"},
     "serving.startup": SHARED
     | {"api", "encoder_steps", "models", "startup_rules", "state_safety"},
     "serving.plugin": {"compat", "flags", "settings", "startup"},

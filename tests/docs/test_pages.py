@@ -26,6 +26,7 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from benchmarks.search.results import _format_mean, read_confirmed, read_results
 from scripts.models_table import count_square, format_models, read_table
 from scripts.site_hooks import _adapt_page, _generate_files
+from scripts.wrapped_table import format_wrapped, read_wrapped
 from tests.docs.commands import read_commands
 from vllm_autoprune import __version__
 from vllm_autoprune.advise import WAYS
@@ -110,6 +111,10 @@ def test_the_architecture_describes_every_package() -> None:
     pattern = r"^\| `((?:vllm_autoprune/|offline_search|benchmarks)[\w/]*)` \|"
     listed = re.findall(pattern, ARCHITECTURE, re.MULTILINE)
     assert sorted(listed) == sorted(packages - {"vllm_autoprune"})
+
+
+def test_the_table_of_what_is_wrapped_is_that_of_the_code() -> None:
+    assert read_wrapped() == format_wrapped()
 
 
 # ---- Serving and deployment ----

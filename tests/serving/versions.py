@@ -94,7 +94,8 @@ def look_up_hooks() -> dict[str, Symbol]:
     """Every hook in the release that is installed here, or before it on the path."""
     hooks, problems = collect_hooks()
     assert not problems
-    names = {(hook.module, name) for hook in hooks for name in hook.names}
+    always = [hook for hook in hooks if not hook.optional]
+    names = {(hook.module, name) for hook in always for name in hook.names}
     owners = {(module, name.partition(".")[0]) for module, name in names}
     modules = {module for module, _ in names}
     for path in Path(serving.__file__).parent.rglob("*.py"):

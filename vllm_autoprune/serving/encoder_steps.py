@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 from cachetools import LRUCache
 from pydantic import ValidationError
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
 from vllm_autoprune.errors import AutopruneError
+from vllm_autoprune.serving.compat import depends_on
 from vllm_autoprune.serving.plan import FIELD, NO_KEY, ItemPlan
 from vllm_autoprune.serving.state_codec import decode_state
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST, item_cost
@@ -131,3 +133,55 @@ class EncoderSteps:
             load.image in self._tokens or self._cached.get(load.image) is not None
         )
         return 0 if is_encoded else load.tokens
+
+
+@depends_on(
+    "vllm.v1.core.encoder_cache_manager:EncoderCacheManager",
+    "can_allocate",
+    "allocate",
+    "get_freed_mm_hashes",
+    "create_manager",
+)
+@depends_on("vllm.config:VllmConfig", "ec_manager_config")
+class BoundedCacheManager(EncoderCacheManager):
+    """The scheduler's record of encoder outputs, which bounds the work of a step.
+
+    The scheduler counts an encoder input by the tokens that it keeps. At K = N/8 a step would hold
+    eight times the tower's work, and all other requests would wait for it. A recall, or a state
+    that a request brings, keeps few tokens but costs a whole selection.
+    """
+
+    def __init__(self, cache_size: int) -> None:
+        super().__init__(cache_size)
+        self._steps = EncoderSteps()
+
+    def can_allocate(
+        self,
+        request: Request,
+        input_id: int,
+        encoder_compute_budget: int,
+        num_embeds_to_schedule: int,
+    ) -> bool:
+        """As vLLM's own, if the step has room for the input."""
+        if not self._steps.admits(request, input_id, encoder_compute_budget):
+            return False
+        if not super().can_allocate(
+            request, input_id, encoder_compute_budget, num_embeds_to_schedule
+        ):
+            return False
+        self._steps.take(request, input_id)
+        return True
+
+    def allocate(self, request: Request, input_id: int) -> None:
+        """As vLLM's own; not every input with room comes here, because KV blocks may be lacking."""
+        super().allocate(request, input_id)
+        self._steps.schedule(request, input_id)
+
+    def get_freed_mm_hashes(self) -> list[str]:
+        """As vLLM's own, and ends the step: the scheduler calls this once, at the end of each."""
+        self._steps.end()
+        return super().get_freed_mm_hashes()
+
+
+CACHE_MANAGER = f"{BoundedCacheManager.__module__}.{BoundedCacheManager.__name__}"
+"""``encoder_cache_manager_cls`` of a server with a state."""

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from vllm_autoprune.serving.compat import depends_on
+from vllm_autoprune.serving.compat import wraps
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -25,14 +25,18 @@ def disabled() -> bool:
     return os.environ.get(DISABLE, "").strip().lower() in ("1", "true", "yes")
 
 
-@depends_on("vllm.engine.arg_utils:EngineArgs", "add_cli_args", "create_model_config")
-@depends_on("vllm.config:VllmConfig", "try_verify_and_update_config")
+@wraps("vllm.engine.arg_utils:EngineArgs", "add_cli_args", "create_model_config")
+@wraps("vllm.config:VllmConfig", "try_verify_and_update_config")
 def register() -> None:
     """Called by vLLM in every process, possibly more than once (``vllm.general_plugins``).
 
     Installs three wrappers, none of which does anything until a state is set. One adds the flags to
     vLLM's parser, and one puts their settings on the model config. One checks the settings and
     removes them from ``additional_config`` before vLLM hashes it.
+
+    Why: vLLM has no hook for a general plugin to add flags or to read its own settings.
+    Remove when: it has one. Upstream asks plugins to move out of tree but offers a parser hook to
+    platforms alone (``current_platform.pre_register_and_update``).
     """
     if disabled():
         return

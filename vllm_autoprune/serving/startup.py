@@ -26,13 +26,16 @@ from vllm_autoprune.serving import compat
 from vllm_autoprune.serving.api import engine_requests, image_cache, request_checks
 from vllm_autoprune.serving.api.engine_requests import make_kv_bytes_counter
 from vllm_autoprune.serving.compat import (
+    Runner,
     attach,
+    find_runner,
     get_attachment,
     require_vllm,
+    runner_v1,
     worker,
 )
 from vllm_autoprune.serving.description import describe
-from vllm_autoprune.serving.encoder_steps import EncoderSteps
+from vllm_autoprune.serving.encoder_steps import CACHE_MANAGER
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.plan import LINE
 from vllm_autoprune.serving.served_state import (
@@ -61,7 +64,7 @@ _ACTIVATION = "autoprune_activation"
 _active: set[str] = set()
 
 
-def _activate(architecture: str) -> None:
+def _activate(architecture: str, runner: Runner) -> None:
     """Replace vLLM's classes for one architecture by the pruned ones; idempotent.
 
     The pruned classes serve stock models unchanged, because each looks for a state on its own
@@ -72,16 +75,17 @@ def _activate(architecture: str) -> None:
     _active.add(architecture)
     backbone = BACKBONES[architecture]
     compat.register_model(architecture, backbone.model)
-    worker.keep_positions()
-    worker.request_positions_on_cpu()
+    if not backbone.mrope:
+        worker.keep_positions()
+    if runner == "v1":
+        runner_v1.request_positions_on_cpu()
+        runner_v1.resend_features()
     engine_requests.watch_requests()
     request_checks.check_requests()
     image_cache.cache_without_plans()
     compat.register_renderer(
         "hf", "vllm_autoprune.serving.api.renderer", "AutopruneHfRenderer"
     )
-    worker.bound_encoder_steps(EncoderSteps)
-    worker.resend_features()
     worker.refuse_sleep(_sleep_problem)
 
 
@@ -92,12 +96,13 @@ class _Activation:
     classes registered before it builds the model.
     """
 
-    def __init__(self, architecture: str) -> None:
-        _activate(architecture)
+    def __init__(self, architecture: str, runner: Runner) -> None:
+        _activate(architecture, runner)
         self.architecture = architecture
+        self.runner = runner
 
-    def __reduce__(self) -> tuple[type[_Activation], tuple[str]]:
-        return _Activation, (self.architecture,)
+    def __reduce__(self) -> tuple[type[_Activation], tuple[str, Runner]]:
+        return _Activation, (self.architecture, self.runner)
 
 
 def _sleep_problem(model_config: ModelConfig, level: int) -> str | None:
@@ -162,7 +167,12 @@ def apply_settings(vllm_config: VllmConfig) -> None:
         if isinstance(settings, Mapping) and settings.get("from_flags"):
             raise SystemExit(f"\nvllm-autoprune: {error}") from None
         raise
-    attach(model_config, _ACTIVATION, _Activation(served.architecture))
+    runner = find_runner(vllm_config)
+    attach(model_config, _ACTIVATION, _Activation(served.architecture, runner))
+    # vLLM's own place for a class that bounds steps by what inputs cost.
+    vllm_config.ec_manager_config = replace(
+        vllm_config.ec_manager_config, encoder_cache_manager_cls=CACHE_MANAGER
+    )
     kv_bytes = _count_kv_bytes(model_config, vllm_config.cache_config)
     if kv_bytes is not None:
         make_kv_bytes_counter()

@@ -12,6 +12,7 @@ from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from vllm_autoprune.errors import Problem
 from vllm_autoprune.serving.compat import reuses_memory_plan, uses_rust_frontend
+from vllm_autoprune.serving.encoder_steps import CACHE_MANAGER
 from vllm_autoprune.serving.models import (
     BACKBONES,
     Backbone,
@@ -208,6 +209,14 @@ _MODEL_RULES: Mapping[str, Callable[[ServedModel], Iterable[Problem]]] = {
         "--compilation-config cudagraph_mm_encoder",
         lambda model: vars(model.config.compilation_config).get("cudagraph_mm_encoder"),
         "encoder graphs would hand on all tokens of an image",
+    ),
+    "bound of encoder steps": _refuse_mode(
+        "--ec-manager-config encoder_cache_manager_cls",
+        lambda model: (
+            model.config.ec_manager_config.encoder_cache_manager_cls
+            not in (None, CACHE_MANAGER)
+        ),
+        "another manager would let a step encode many more images than fit",
     ),
     "identities in KV connectors": _check_connector,
     "text between tokens": _refuse_mode(

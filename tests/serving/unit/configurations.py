@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config.ec_manager_config import EncoderCacheManagerConfig
 
 from vllm_autoprune import ConfigError
 from vllm_autoprune.errors import Problem
@@ -77,6 +78,8 @@ def vllm_config(
         compilation_config=SimpleNamespace(),
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
         speculative_config=None,
+        ec_manager_config=EncoderCacheManagerConfig(),
+        use_v2_model_runner=False,
     )
 
 

@@ -14,7 +14,7 @@ from tests.serving.unit.sender import Sender
 from tests.serving.unit.signal_models import HEAD, HEADS, HIDDEN, KEY_HEADS, LAYERS
 from vllm_autoprune.serving import compat, startup
 from vllm_autoprune.serving.api import engine_requests, request_checks
-from vllm_autoprune.serving.compat import worker
+from vllm_autoprune.serving.compat import runner_v1, worker
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (compat, "register_renderer"),
         (request_checks, "check_requests"),
         (engine_requests, "watch_requests"),
-        (worker, "request_positions_on_cpu"),
+        (runner_v1, "request_positions_on_cpu"),
         (worker, "refuse_sleep"),
     ):
         monkeypatch.setattr(owner, name, lambda *_: None)

@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from tests.serving.unit.configurations import pretend, vllm_config
 from vllm_autoprune import ConfigError
 from vllm_autoprune.serving import compat
-from vllm_autoprune.serving.compat import _Hook, patch
+from vllm_autoprune.serving.compat import _Hook, count_wrapped, patch
 from vllm_autoprune.serving.compat import worker as patches
 from vllm_autoprune.serving.startup import apply_settings
 
@@ -85,6 +85,11 @@ def test_names_and_modules_that_this_vllm_lacks_are_found() -> None:
     assert _Hook("json", names, "the song").find_missing() == ("JSONEncoder.sing",)
     (module,) = _Hook("no_such_module", ("a",), "a test").find_missing()
     assert module.startswith("no_such_module (ModuleNotFoundError")
+
+
+def test_runner_v2_needs_at_most_half_of_what_was_wrapped_in_its_workers() -> None:
+    """Before the model had a state of its own there, 20 names were wrapped for either runner."""
+    assert count_wrapped("v2") <= 10 and count_wrapped("v1") <= 14
 
 
 def test_another_vllm_is_refused_before_anything_else(

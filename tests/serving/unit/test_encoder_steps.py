@@ -11,10 +11,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.config.ec_manager_config import EncoderCacheManagerConfig
 
-from vllm_autoprune.serving.compat.worker import bound_encoder_steps
-from vllm_autoprune.serving.encoder_steps import EncoderSteps
+from vllm_autoprune.serving.encoder_steps import CACHE_MANAGER, BoundedCacheManager
 from vllm_autoprune.serving.models.pruned_model import _group_by_tokens
 from vllm_autoprune.serving.plan import FIELD, Choice, ItemPlan
 from vllm_autoprune.serving.state_codec import encode_state
@@ -26,16 +25,6 @@ pytestmark = pytest.mark.compat
 
 BUDGET = 1000
 """Tokens of vLLM's encoder budget."""
-
-
-@pytest.fixture(autouse=True)
-def patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("can_allocate", "allocate", "get_freed_mm_hashes"):
-        stock = getattr(EncoderCacheManager, name)
-        monkeypatch.setattr(
-            EncoderCacheManager, name, getattr(stock, "__wrapped__", stock)
-        )
-    bound_encoder_steps(EncoderSteps)
 
 
 def make_request(name: str, *plans: ItemPlan | torch.Tensor | None) -> Any:
@@ -52,7 +41,7 @@ def make_request(name: str, *plans: ItemPlan | torch.Tensor | None) -> Any:
     )
 
 
-def run_step(manager: EncoderCacheManager, *requests: Any) -> list[list[int]]:
+def run_step(manager: BoundedCacheManager, *requests: Any) -> list[list[int]]:
     """Items of each request that one step takes, tried and allocated as the scheduler does."""
     budget = BUDGET
     step = []
@@ -76,8 +65,16 @@ def image(number: int, tokens: int = 400, **fields: Any) -> ItemPlan:
     return ItemPlan(8, (number, number), tokens=tokens, **fields)
 
 
+def test_vllm_finds_the_manager_by_its_name() -> None:
+    config = EncoderCacheManagerConfig(encoder_cache_manager_cls=CACHE_MANAGER)
+    kind = config.get_encoder_cache_manager_obj()
+    assert isinstance(
+        kind.create_manager(cache_size=8, vllm_config=None), BoundedCacheManager
+    )
+
+
 def test_a_step_encodes_no_more_tokens_than_vllms_own_budget_has() -> None:
-    manager = EncoderCacheManager(4096)
+    manager = BoundedCacheManager(4096)
     burst = [make_request(f"r{i}", image(i)) for i in range(5)]
     assert run_step(manager, *burst) == [[0], [0], [], [], []]
     assert run_step(manager, *burst) == [[], [], [0], [0], []]
@@ -86,7 +83,7 @@ def test_a_step_encodes_no_more_tokens_than_vllms_own_budget_has() -> None:
 
 def test_one_image_is_encoded_once_whatever_is_asked_about_it() -> None:
     """In the same step, and in later ones while its features are taken to be cached."""
-    manager = EncoderCacheManager(4096)
+    manager = BoundedCacheManager(4096)
     burst = [make_request(f"r{i}", image(1)) for i in range(20)]
     assert run_step(manager, *burst) == [[0]] * 20
     later = [make_request(f"s{i}", image(1)) for i in range(20)]
@@ -97,7 +94,7 @@ def test_one_image_is_encoded_once_whatever_is_asked_about_it() -> None:
 
 def test_an_image_that_was_not_scheduled_is_not_taken_for_cached() -> None:
     """As where there was room for it, and no KV blocks for its request."""
-    manager = EncoderCacheManager(4096)
+    manager = BoundedCacheManager(4096)
     waiting = make_request("a", image(1, 600))
     second = make_request("b", image(2, 600))
     assert manager.can_allocate(waiting, 0, BUDGET, 0)
@@ -106,14 +103,14 @@ def test_an_image_that_was_not_scheduled_is_not_taken_for_cached() -> None:
 
 
 def test_an_image_beyond_the_budget_is_encoded_by_a_step_of_its_own() -> None:
-    manager = EncoderCacheManager(4096)
+    manager = BoundedCacheManager(4096)
     requests = make_request("a", image(1)), make_request("b", image(2, 5000))
     assert run_step(manager, *requests) == [[0], []]
     assert run_step(manager, *requests) == [[], [0]]
 
 
 def test_items_without_a_sound_plan_count_as_vllm_counts_them() -> None:
-    manager = EncoderCacheManager(4096)
+    manager = BoundedCacheManager(4096)
     forged = torch.zeros(3, dtype=torch.uint8)
     requests = make_request("a", *[None] * 50), make_request("b", *[forged] * 50)
     assert run_step(manager, *requests) == [[*range(50)], [*range(50)]]
@@ -121,7 +118,7 @@ def test_items_without_a_sound_plan_count_as_vllm_counts_them() -> None:
 
 def test_a_step_takes_a_few_recalls_and_all_else() -> None:
     """Of a conversation with five, every other request waits for two at a time."""
-    manager = EncoderCacheManager(4096)
+    manager = BoundedCacheManager(4096)
     recall = image(1, 100, part="recall", earlier=(Choice(8),))
     long = make_request("long", image(1, 100), *[recall] * 5)
     other = make_request("other", image(2, 100), image(3, 100))
@@ -131,7 +128,7 @@ def test_a_step_takes_a_few_recalls_and_all_else() -> None:
 
 def test_selections_by_states_of_requests_are_spread_over_steps() -> None:
     """As many as two recalls take; those by the server's own state are not counted."""
-    manager = EncoderCacheManager(4096)
+    manager = BoundedCacheManager(4096)
     dear = load_state("prunesid")
     cost = item_cost(dear, 100)
     plans = [image(i, 100, state=encode_state(dear)) for i in range(7)]
@@ -140,7 +137,7 @@ def test_selections_by_states_of_requests_are_spread_over_steps() -> None:
     )
     assert len(taken) == int(2 * DEFAULT_COST // cost) < 7
     drawn = make_request("drawn", *[replace(plan, keep="random") for plan in plans])
-    assert len(run_step(EncoderCacheManager(4096), drawn)[0]) == 7, "no policy is run"
+    assert len(run_step(BoundedCacheManager(4096), drawn)[0]) == 7, "no policy is run"
 
 
 def test_a_selection_is_priced_at_the_size_of_its_item() -> None:

@@ -51,6 +51,7 @@ def changed(part: str = "", *, architecture: str = LLAVA, **fields: Any) -> Any:
         "encoder": model.multimodal_config,
         "parallel": config.parallel_config,
         "compilation": config.compilation_config,
+        "manager": config.ec_manager_config,
     }
     vars(parts[part]).update(fields)
     return config

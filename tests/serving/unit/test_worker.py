@@ -7,7 +7,7 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import pytest
@@ -16,8 +16,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from torch import Tensor, nn
 from vllm.multimodal.encoder_budget import MultiModalBudget
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
+from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
+from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from tests.serving.engine import built
 from tests.serving.unit.sender import Sender
@@ -25,9 +26,11 @@ from tests.stand_in_device import DEVICE, forbid_waiting
 from vllm_autoprune import PruningPolicy, VisualTokens, load_state
 from vllm_autoprune.ops import similarity
 from vllm_autoprune.serving.compat import worker as worker_patches
-from vllm_autoprune.serving.compat.worker import profile_images
+from vllm_autoprune.serving.compat.runner_v1 import profile_images
+from vllm_autoprune.serving.inputs import VIDEO_GRID
 from vllm_autoprune.serving.models import pruned_model
 from vllm_autoprune.serving.models.grid import GridVision
+from vllm_autoprune.serving.models.model_state import BoundedEncoder
 from vllm_autoprune.serving.models.pruned_model import PrunedModel
 from vllm_autoprune.serving.plan import FIELD, ItemPlan
 from vllm_autoprune.serving.served_state import ServedState
@@ -107,7 +110,10 @@ def make_model(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Model]:
         )
         scheduler = SimpleNamespace(max_num_encoder_input_tokens=16_384)
         config: Any = SimpleNamespace(
-            model_config=model_config, scheduler_config=scheduler, device=device
+            model_config=model_config,
+            scheduler_config=scheduler,
+            device=device,
+            use_v2_model_runner=False,
         )
         return Model(vllm_config=config)
 
@@ -320,12 +326,24 @@ def test_a_rank_that_publishes_no_times_keeps_none(
 # ---- profiling ----
 
 
-@pytest.mark.compat
-@pytest.mark.parametrize("patched", [RunnerV1, RunnerV2], ids=["V1", "V2"])
-@pytest.mark.parametrize("skips", [False, True])
-def test_largest_images_are_profiled_beside_a_larger_video(
-    patched: Any, skips: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Profiled(NamedTuple):
+    """A configuration under which vLLM profiles a video, for it has more tokens than images."""
+
+    config: Any
+    registry: Any
+    budget: MultiModalBudget
+
+    def check(self, batches: list[Any]) -> None:
+        """Check that one call encoded as many of the largest images as a step may hold."""
+        (batch,) = batches
+        plans = [ItemPlan.decode(row) for row in batch[FIELD]]
+        assert len(plans) == self.budget.mm_max_items_per_batch["image"]
+        largest = self.budget.mm_max_toks_per_item["image"]
+        assert all(plan.profile and plan.tokens == largest for plan in plans)
+
+
+@pytest.fixture
+def profiled() -> Profiled:
     """Qwen2.5-VL, whose videos are left whole by this state."""
     sender = Sender(built("qwen2_5_vl"), budget=8)
     scheduler = SimpleNamespace(
@@ -336,34 +354,73 @@ def test_largest_images_are_profiled_beside_a_larger_video(
         disable_chunked_mm_input=False,
         enable_chunked_prefill=True,
     )
-    config = SimpleNamespace(model_config=sender._config, scheduler_config=scheduler)
+    config: Any = SimpleNamespace(
+        model_config=sender._config, scheduler_config=scheduler
+    )
     registry: Any = SimpleNamespace(create_processor=lambda *_: sender._processor)
     budget = MultiModalBudget(config, registry, enable_cache=False)
     assert budget.get_modality_with_max_tokens() == "video"
+    return Profiled(config, registry, budget)
 
+
+@pytest.mark.compat
+@pytest.mark.parametrize("skips", [False, True])
+def test_largest_images_are_profiled_beside_a_larger_video(
+    profiled: Profiled, skips: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[Any] = []
     model = SimpleNamespace(embed_multimodal=lambda **batch: calls.append(batch))
-    monkeypatch.setattr(patched, "profile_run", lambda *_, **named: calls.append(named))
-    for other in {RunnerV1, RunnerV2} - {patched}:
-        monkeypatch.setattr(other, "profile_run", lambda *_: None)
-    monkeypatch.setattr(sender._config.multimodal_config, "skip_mm_profiling", skips)
+    monkeypatch.setattr(
+        GPUModelRunner, "profile_run", lambda *_, **named: calls.append(named)
+    )
+    model_config = profiled.config.model_config
+    monkeypatch.setattr(model_config.multimodal_config, "skip_mm_profiling", skips)
     profile_images(lambda _: nullcontext(True))
-    profiled = SimpleNamespace(
-        vllm_config=config,
-        model_config=sender._config,
-        mm_registry=registry,
+    runner: Any = SimpleNamespace(
+        vllm_config=profiled.config,
+        model_config=model_config,
+        mm_registry=profiled.registry,
         device=HOST,
         get_model=lambda: model,
     )
-    patched.profile_run(profiled, randomize_inputs=True)
+    GPUModelRunner.profile_run(runner, randomize_inputs=True)
     *batches, last = calls
     assert last == {"randomize_inputs": True}
-    assert len(batches) == (0 if skips else 1)
-    for batch in batches:
-        plans = [ItemPlan.decode(row) for row in batch[FIELD]]
-        largest = budget.mm_max_toks_per_item["image"]
-        assert len(plans) == budget.mm_max_items_per_batch["image"]
-        assert all(plan.profile and plan.tokens == largest for plan in plans)
+    if skips:
+        assert not batches
+    else:
+        profiled.check(batches)
+
+
+@pytest.mark.compat
+def test_the_state_of_runner_v2_profiles_images_and_holds_the_feature_cache(
+    profiled: Profiled,
+) -> None:
+    """Until vLLM drops what it has encoded, as ``GPUModelRunner.profile_run`` does at its end."""
+    calls: list[Any] = []
+    held: list[bool] = []
+    buffer = torch.zeros(8)
+    cache = EncoderCache()
+
+    def embed(**batch: Any) -> list[Tensor]:
+        calls.append(batch)
+        held.append(any(entry is buffer for entry in cache.encoder_outputs.values()))
+        items = batch[FIELD if FIELD in batch else VIDEO_GRID]
+        return [torch.zeros(1, 4)] * len(items)
+
+    vision = SimpleNamespace(cache=SimpleNamespace(reserve=lambda device: buffer))
+    model: Any = SimpleNamespace(
+        embed_multimodal=embed,
+        autoprune=vision,
+        autoprune_split=lambda items: [slice(0, len(items))],
+    )
+    stock = EncoderRunner(model, 8, 4, cache, torch.float32, HOST)
+    dummies = profiled.budget.get_dummy_encoder_profile_inputs()
+    BoundedEncoder(stock).profile_encoder_cache(dummies, profiled.budget)
+    profiled.check([batch for batch in calls if FIELD in batch])
+    assert len(calls) == 2 and all(held)
+    cache.reset_encoder_cache()
+    assert not cache.encoder_outputs
 
 
 def test_the_feature_cache_is_held_until_profiling_ends(

@@ -20,7 +20,7 @@ from vllm_autoprune.serving.api.image_cache import Rendering
 from vllm_autoprune.serving.api.positions import limit_positions
 from vllm_autoprune.serving.api.refusal import refusing_requests
 from vllm_autoprune.serving.api.request_checks import OFFLINE_FIX, refuse_misplaced
-from vllm_autoprune.serving.compat import depends_on, patch
+from vllm_autoprune.serving.compat import depends_on, patch, wraps
 from vllm_autoprune.serving.plan import Chooser, ItemPlan
 from vllm_autoprune.serving.plan_rules import PlanRules
 from vllm_autoprune.serving.served_state import served_state
@@ -176,10 +176,15 @@ An entry disappears with its request, whether that is refused or ends."""
 
 
 @depends_on("vllm.renderers.base:BaseRenderer", "get_mm_processor")
-@depends_on("vllm.v1.engine.input_processor:InputProcessor", "process_inputs")
-@depends_on("vllm.v1.engine.output_processor:OutputProcessor", "add_request")
+@wraps("vllm.v1.engine.input_processor:InputProcessor", "process_inputs")
+@wraps("vllm.v1.engine.output_processor:OutputProcessor", "add_request")
 def watch_requests() -> None:
-    """Install the hooks on every request that API servers, or `LLM`, hand to the engine."""
+    """Install the hooks on every request that API servers, or `LLM`, hand to the engine.
+
+    Why: items that a client made itself reach no processor. Caches may change only once no later
+    step can refuse the request.
+    Remove when: vLLM asks plugins about a request before and after the last check.
+    """
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.output_processor import OutputProcessor
 

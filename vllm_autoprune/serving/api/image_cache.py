@@ -17,7 +17,7 @@ from vllm.multimodal.cache import LruKeyReplicatedSenderCache
 from vllm.multimodal.cache.base import BaseMultiModalProcessorCache
 from vllm.multimodal.inputs import MultiModalKwargsItem
 
-from vllm_autoprune.serving.compat import depends_on, patch
+from vllm_autoprune.serving.compat import depends_on, patch, wraps
 from vllm_autoprune.serving.plan import FIELD
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class Rendering(BaseMultiModalProcessorCache):
 # image.
 
 
-@depends_on(
+@wraps(
     "vllm.multimodal.cache.base:BaseMultiModalReceiverCache", "get_and_update_features"
 )
 def cache_without_plans() -> None:
@@ -189,6 +189,10 @@ def cache_without_plans() -> None:
 
     Of several items of one image the first has the tensors, or the cache has them. Otherwise stock
     vLLM raises ``MultiModalCacheMissError``, which fails only that request.
+
+    Why: these caches hold an item whole, so another question about an image would send and keep its
+    tensors again.
+    Remove when: fields of an item can be left out of the caches.
     """
     from vllm.multimodal.cache.base import BaseMultiModalReceiverCache
 

@@ -16,7 +16,7 @@ from vllm_autoprune.serving.api.request import (
     resembles_entry,
     shorten,
 )
-from vllm_autoprune.serving.compat import depends_on, patch
+from vllm_autoprune.serving.compat import patch, wraps
 from vllm_autoprune.serving.plan import ENTRY, KWARGS, REQUEST_FIELD
 from vllm_autoprune.serving.request_rules import REQUESTS_FLAG
 from vllm_autoprune.serving.served_state import served_state
@@ -84,20 +84,25 @@ _PROBE = "_render_probe_prompt"
 """Method that only vLLM 0.32 has."""
 
 
-@depends_on(
+@wraps(
     "vllm.renderers.online_renderer:OnlineRenderer",
     "preprocess_chat",
     "preprocess_cmpl",
 )
-@depends_on("vllm.entrypoints.pooling.base.serving:PoolingBaseServing", "_init_ctx")
+@wraps("vllm.entrypoints.pooling.base.serving:PoolingBaseServing", "_init_ctx")
+@wraps(
+    "vllm.entrypoints.anthropic.serving:AnthropicServingMessages",
+    _PROBE,
+    optional=True,
+)
 def check_requests() -> None:
     """Check the fields of every chat, completion and pooling request before it is rendered.
 
     vLLM renders a prompt once to learn about the template, during the first client's request; the
     headers of that request do not apply to it.
 
-    Why: ``OpenAIBaseModel`` accepts unknown fields and drops them silently, and vLLM's own refusal
-    of fields in ``mm_processor_kwargs`` suggests a fix that does not apply here.
+    Why: ``OpenAIBaseModel`` accepts unknown fields and drops them silently. vLLM's own refusal of
+    fields in ``mm_processor_kwargs`` suggests a fix that does not apply here.
     Remove when: vLLM refuses unknown fields, or lets a plugin name its own.
     """
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages

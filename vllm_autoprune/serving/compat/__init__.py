@@ -3,7 +3,8 @@
 Import statements show which names are imported. Names that are patched, overridden or called as
 attributes are declared by :func:`depends_on` beside the code that does it. Every patch says why it
 is needed and when it can be removed. Patches of the API server, and of several processes, are here;
-those of the engine core and its workers are in :mod:`.worker`.
+those of the engine core and its workers are in :mod:`.worker`. Names that a patch replaces are
+declared by :func:`wraps`, from which docs/architecture.md lists them.
 """
 
 from __future__ import annotations
@@ -14,19 +15,22 @@ import inspect
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from packaging.version import Version
 
 from vllm_autoprune.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+Runner = Literal["v1", "v2"]
+"""vLLM's model runners."""
 
 LOWEST = Version("0.32")
 BELOW = Version("0.34")
@@ -61,6 +65,8 @@ _ROOM = "vllm_autoprune.serving"
 _USERS = (
     "plugin",
     "compat.worker",
+    "compat.runner_v1",
+    "encoder_steps",
     "served_state",
     *sorted(
         f"models.{path.stem}"
@@ -86,9 +92,17 @@ class _Hook:
     """Names; dotted for attributes."""
     used_by: str
     """The part of the plugin that uses them, and its purpose."""
+    patch: Callable[..., object] | None = None
+    """The function that replaces them; None if they stay vLLM's own."""
+    runner: Runner | None = None
+    """The model runner that needs this; None if both do."""
+    optional: bool = False
+    """Whether a supported release may lack the names."""
 
     def find_missing(self) -> tuple[str, ...]:
         """The names that this vLLM lacks; the module's own name if its import fails."""
+        if self.optional:
+            return ()
         try:
             module = importlib.import_module(self.module)
         except Exception as error:  # a broken installation may raise anything  # noqa: BLE001
@@ -105,20 +119,44 @@ class _Hook:
 _declared: list[_Hook] = []
 
 
+def _make_hook(place: str, names: tuple[str, ...], user: Callable[..., Any]) -> _Hook:
+    module, _, owner = place.partition(":")
+    if owner:
+        names = tuple(f"{owner}.{name}" for name in names)
+    where = user.__module__.removeprefix(f"{_ROOM}.")
+    purpose = (inspect.getdoc(user) or user.__qualname__).partition("\n")[0]
+    return _Hook(module, names, f"{where}: {purpose}")
+
+
 def depends_on(place: str, *names: str) -> Callable[[F], F]:
     """Declare names that the decorated function or class depends on.
 
     ``place`` is what has them: a vLLM module, or ``module:Class``.
     """
-    module, _, owner = place.partition(":")
-    if owner:
-        names = tuple(f"{owner}.{name}" for name in names)
 
     def declare(user: F) -> F:
-        where = user.__module__.removeprefix(f"{_ROOM}.")
-        purpose = (inspect.getdoc(user) or user.__qualname__).partition("\n")[0]
-        _declared.append(_Hook(module, names, f"{where}: {purpose}"))
+        _declared.append(_make_hook(place, names, user))
         return user
+
+    return declare
+
+
+def wraps(
+    place: str, *names: str, runner: Runner | None = None, optional: bool = False
+) -> Callable[[F], F]:
+    """Declare names that the decorated function replaces by :func:`patch`.
+
+    ``place`` is what has them, as for :func:`depends_on`. ``runner`` is the model runner that needs
+    this, if the other does not; ``optional`` tells that a supported release may lack the names. The
+    function's docstring says why, and when it can be removed.
+    """
+
+    def declare(installer: F) -> F:
+        hook = _make_hook(place, names, installer)
+        _declared.append(
+            replace(hook, patch=installer, runner=runner, optional=optional)
+        )
+        return installer
 
     return declare
 
@@ -153,10 +191,25 @@ def collect_hooks() -> tuple[list[_Hook], list[Problem]]:
     return _declared, problems
 
 
+def count_wrapped(runner: Runner) -> int:
+    """Number of names that patches of the engine core and the workers replace under a runner."""
+    hooks, _ = collect_hooks()
+    return sum(
+        len(hook.names)
+        for hook in hooks
+        if hook.patch is not None
+        and hook.patch.__module__.startswith(f"{__name__}.")
+        and hook.runner in (None, runner)
+    )
+
+
 # Patches that several processes use.
 
 MARK = "_vllm_autoprune_shim"
 """Attribute of a function that replaces one of vLLM's: the name of the plugin's function."""
+
+_patched: set[tuple[type | ModuleType, str]] = set()
+"""What has been replaced in this process: owner and name."""
 
 
 def patch(owner: type | ModuleType, name: str) -> Callable[[F], F]:
@@ -164,10 +217,7 @@ def patch(owner: type | ModuleType, name: str) -> Callable[[F], F]:
 
     The replacement is made once for all plugin loads and all models of a process. Raises
     :class:`ConfigError` if another function of the plugin has replaced it. The function is called
-    with vLLM's own function as its first argument.
-    Why: vLLM has no hook for a general plugin to add flags or to read its own settings.
-    Remove when: it has (upstream asks plugins to move out of tree but offers only platforms a
-    parser hook, ``current_platform.pre_register_and_update``).
+    with vLLM's own function as its first argument. :func:`wraps` declares the names.
     """
     present = owner.__dict__[name]
     kind: Callable[..., object] | None = None
@@ -190,6 +240,7 @@ def patch(owner: type | ModuleType, name: str) -> Callable[[F], F]:
         if installed is None:
             setattr(patched, MARK, patch_name)
             setattr(owner, name, patched if kind is None else kind(patched))
+            _patched.add((owner, name))
         elif installed != patch_name:
             raise ConfigError.of(
                 f"{owner.__name__}.{name}",
@@ -217,6 +268,12 @@ def register_model(architecture: str, where: str) -> None:
 
     ModelRegistry.register_model(architecture, where)
     utils._MODEL_ARCH_BY_HASH.clear()
+
+
+@depends_on("vllm.config:VllmConfig", "use_v2_model_runner")
+def find_runner(vllm_config: VllmConfig) -> Runner:
+    """The model runner that vLLM uses under a configuration."""
+    return "v2" if vllm_config.use_v2_model_runner else "v1"
 
 
 def uses_rust_frontend() -> bool:
@@ -265,12 +322,12 @@ def register_renderer(mode: str, module: str, name: str) -> None:
     RENDERER_REGISTRY.renderers[mode] = (module, name)
 
 
-@depends_on("vllm.renderers.online_renderer", "validate_request_mm_kwargs")
-@depends_on("vllm.entrypoints.pooling.base.serving", "validate_request_mm_kwargs")
+@wraps("vllm.renderers.online_renderer", "validate_request_mm_kwargs")
+@wraps("vllm.entrypoints.pooling.base.serving", "validate_request_mm_kwargs")
 def allow_mm_kwarg(key: str) -> None:
     """Let one entry of a request's ``mm_processor_kwargs`` pass vLLM's check of them.
 
-    Why: ``--trust-request-mm-kwargs`` is all or nothing, and an operator who lets clients choose a
+    Why: ``--trust-request-mm-kwargs`` is all or nothing. An operator who lets clients choose a
     budget has no reason to let them choose the size of images as well. vLLM checks every other
     entry as before; the code that reads this entry checks it.
     Remove when: vLLM can trust entries one by one.

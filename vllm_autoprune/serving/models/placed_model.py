@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from vllm_autoprune.serving.compat.worker import UNCHANGED_DELTA, request_positions
+from vllm_autoprune.serving.compat.worker import request_positions
 from vllm_autoprune.serving.models.pruned_model import PrunedModel
 from vllm_autoprune.serving.plan import FIELD, ItemPlan, Key, plan_error
 from vllm_autoprune.serving.served_state import served_state
@@ -147,7 +147,8 @@ class PlacedModel(PrunedModel, _Stock):
 
         No position is beyond the model's table, whatever the channels of an image are. The stock
         method (``SupportsMultiModalPruning``) moves text on by an image's width, which is wrong for
-        an image that is higher than wide. The delta was known before.
+        an image that is higher than wide. The delta was known before: the state of model runner V2
+        keeps it, so the third value is for V1 alone.
         """
         vision = self.autoprune
         if vision is None:  # vLLM prunes the videos itself
@@ -179,9 +180,9 @@ class PlacedModel(PrunedModel, _Stock):
                 ids, positions, channels, num_computed_tokens
             )
             positions = positions.clamp(max=self.autoprune_table - 1)
-        if isinstance(input_ids, Tensor):
-            return rows, positions, UNCHANGED_DELTA
-        return rows, positions, self.autoprune_delta(positions)
+        # V2 passes tensors, and to compute it from positions would wait for the device.
+        on_device = isinstance(input_ids, Tensor)
+        return rows, positions, 0 if on_device else self.autoprune_delta(positions)
 
 
 def match_items(plans: Mapping[int, ItemPlan]) -> dict[int, int]:

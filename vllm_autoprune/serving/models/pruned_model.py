@@ -12,23 +12,25 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.models.utils import StageMissingLayer
 from vllm.multimodal.inputs import MultiModalFlatField
 from vllm.multimodal.utils import group_and_batch_mm_items
+from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
 
 from vllm_autoprune.ops.compilation import compile_for
 from vllm_autoprune.serving.api.placeholders import Placeholders
 from vllm_autoprune.serving.api.processor import make_pruned_factories
-from vllm_autoprune.serving.compat import declare_model
+from vllm_autoprune.serving.compat import declare_model, find_runner
+from vllm_autoprune.serving.compat.runner_v1 import bound_encoder_calls, profile_images
 from vllm_autoprune.serving.compat.worker import (
-    bound_encoder_calls,
     clear_with_worker_caches,
     is_rank_zero,
     leaves_ranks_apart,
-    profile_images,
 )
 from vllm_autoprune.serving.inputs import CELLS_FIELD, PIXELS
 from vllm_autoprune.serving.models import BACKBONES
+from vllm_autoprune.serving.models.model_state import prune_state
 from vllm_autoprune.serving.models.vision import (
     EncoderInputs,
     ModelImage,
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces import MultiModalEmbeddings
     from vllm.model_executor.models.interfaces import SupportsMultiModal as _Stock
     from vllm.multimodal.inputs import MultiModalKwargsItem
+    from vllm.v1.worker.gpu.model_states.interface import ModelState
 else:
     _Stock = object
 
@@ -87,8 +90,16 @@ class PrunedModel(_Stock):
         )
         self.autoprune_profiled = 0
         clear_with_worker_caches(_clear_features)
-        bound_encoder_calls()
-        profile_images(_hold_feature_cache)
+        if find_runner(vllm_config) == "v1":
+            bound_encoder_calls()
+            profile_images(_hold_feature_cache)
+
+    def get_model_state_cls(self) -> type[ModelState]:
+        """The class of this model's state, for which model runner V2 asks."""
+        stock = resolve_model_state_cls(
+            get_current_vllm_config(), self.get_language_model()
+        )
+        return stock if self.autoprune is None else prune_state(stock)
 
     def autoprune_split(
         self, items: Sequence[MultiModalKwargsItem | None]
