@@ -7,7 +7,7 @@ The time is a model of an H100 (:class:`_Gpu`), to be checked on one.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vllm_autoprune import Grid, Instruction, VisualTokens
-from vllm_autoprune.ops import dpp, farthest
-from vllm_autoprune.ops.dpp_triton import Launch
+from vllm_autoprune.ops import dpp, dpp_triton, farthest, farthest_triton
 from vllm_autoprune.report import Table
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
@@ -94,7 +93,7 @@ class _Gpu:
     def greedy_map(self, tokens: int, count: int) -> float:
         """DPP: all earlier factors per pick, 2 K^2 N bytes in all."""
         factors = 2 * count * count * tokens
-        launch = Launch.of(tokens, count)
+        launch = dpp_triton.Launch.of(tokens, count)
         if not launch.shared:
             return count * self.reduction + factors / self.program
         bandwidth = min(self.bandwidth, launch.programs * self.program)
@@ -148,38 +147,50 @@ _READ_AS_MUCH_AS_WRITTEN = (torch.ops.aten.index_select, torch.ops.aten.gather)
 
 def _launches(func: Any) -> bool:
     """Whether an operation launches a kernel: it makes no view, and does more than allocate."""
+    if func.overloadpacket is torch.ops.aten._unsafe_view:
+        return False
     returned = [part.alias_info for part in func._schema.returns]
     is_view = any(alias is not None and not alias.is_write for alias in returned)
     return not is_view and "empty" not in str(func)
 
 
+@dataclass(frozen=True)
+class _Kernel:
+    """In the place of a Triton kernel: counts its launches, which write nothing."""
+
+    count: _Count
+    seconds: Callable[[dict[str, Any]], float]
+    """Time of a launch with these arguments."""
+    names: list[str]
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        return self._launch
+
+    def _launch(self, *arguments: object, **options: object) -> None:
+        named = dict(zip(self.names, arguments, strict=False))
+        self.count.add(self.seconds(named))
+
+
 @contextmanager
 def _counted_kernels(count: _Count) -> Iterator[None]:
-    """Replace both Triton kernels by ones that return uninitialised picks and are counted."""
+    """Run the functions that launch Triton kernels, which are counted and not run."""
 
-    def walk(
-        distance: Tensor,
-        nearest: Tensor,
-        first_scores: Tensor,
-        number: int,
-        weight: Tensor | None = None,
-        leading: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        batch, tokens = nearest.shape
-        count.add(count.gpu.walk(tokens, number, distance.element_size()))
-        picks = torch.empty(batch, number, dtype=torch.int64, device="meta")
-        return picks, torch.empty(batch, number, device="meta")
+    def walk(arguments: dict[str, Any]) -> float:
+        width = arguments["distance"].element_size()
+        return count.gpu.walk(arguments["tokens"], arguments["count"], width)
 
-    def greedy_map(
-        similarity: Tensor, quality: Tensor, number: int, *rest: object
-    ) -> Tensor:
-        batch, tokens = quality.shape
-        count.add(count.gpu.greedy_map(tokens, number))
-        return torch.empty(batch, number, dtype=torch.int64, device="meta")
+    def greedy_map(arguments: dict[str, Any]) -> float:
+        return count.gpu.greedy_map(arguments["tokens"], arguments["count"])
 
+    farthest_kernel = _Kernel(count, walk, farthest_triton._farthest.arg_names)
+    map_kernel = _Kernel(count, greedy_map, dpp_triton._greedy_map.arg_names)
     with (
-        patch.object(farthest, "fastest_walk", lambda *_: walk),
-        patch.object(dpp, "fastest_implementation", lambda *_: greedy_map),
+        patch.object(farthest, "fastest_walk", lambda *_: farthest_triton.walk_triton),
+        patch.object(farthest_triton, "_farthest", farthest_kernel),
+        patch.object(
+            dpp, "fastest_implementation", lambda *_: dpp_triton.greedy_map_triton
+        ),
+        patch.object(dpp_triton, "_greedy_map", map_kernel),
     ):
         yield
 

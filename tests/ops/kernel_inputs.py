@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm_autoprune.ops.farthest import distances
-from vllm_autoprune.ops.farthest_torch import Walk
+from vllm_autoprune.ops.farthest_torch import Chosen, Walk, Weighting
 from vllm_autoprune.ops.greedy import Conditioned
 from vllm_autoprune.ops.similarity import cosines
 
@@ -115,68 +116,65 @@ def _greedy_map_inputs() -> Iterator[tuple[str, GreedyMapInputs]]:
 GREEDY_MAP = dict(_greedy_map_inputs())
 
 
-@dataclass(frozen=True)
-class WalkInputs:
-    """One call of a :class:`Walk`."""
+def walk_picks(
+    walk: Walk, implementation: Callable[[Walk], Tensor], device: str = "cpu"
+) -> list[list[int]]:
+    """The picks of an implementation on a device."""
 
-    distance: Tensor
-    nearest: Tensor
-    first_scores: Tensor
-    count: int
-    weight: Tensor | None = None
-    leading: Tensor | None = None
+    def moved(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return part.to(device)
+        if isinstance(part, (Walk, Chosen, Weighting)):
+            names = [field.name for field in fields(part)]
+            return replace(part, **{name: moved(getattr(part, name)) for name in names})
+        return part
 
-    def picks(self, walk: Walk, device: str = "cpu") -> list[list[int]]:
-        """The picks of an implementation on a device."""
-        optional = [
-            None if part is None else part.to(device)
-            for part in (self.weight, self.leading)
-        ]
-        picks, _ = walk(
-            self.distance.to(device),
-            self.nearest.to(device),
-            self.first_scores.to(device),
-            self.count,
-            *optional,
-        )
-        chosen: list[list[int]] = picks.tolist()
-        return chosen
+    picks: list[list[int]] = implementation(moved(walk)).tolist()
+    return picks
 
 
-def _walk_inputs() -> Iterator[tuple[str, WalkInputs]]:
+def _walks() -> Iterator[tuple[str, Walk]]:
     source = torch.Generator().manual_seed(11)
     similarity, weight = draw_kernel(12, 3, 40)
     similarity[:, 7] = similarity[:, 3]  # duplicates: ties at every step
     similarity[:, :, 7] = similarity[:, :, 3]
     distance = distances(similarity)
     taken = torch.rand(3, 40, generator=source) < 0.2
-    nearest = torch.rand(3, 40, generator=source).masked_fill_(taken, -torch.inf)
+    chosen = Chosen(torch.rand(3, 40, generator=source), taken)
 
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        rounded = nearest.to(dtype)
-        yield (
-            f"distances in {dtype}",
-            WalkInputs(distance.to(dtype), rounded, rounded, 20),
-        )
+        rounded = replace(chosen, nearest=chosen.nearest.to(dtype))
+        yield f"distances in {dtype}", Walk(distance.to(dtype), rounded, 20)
 
-    first_scores = (weight * nearest).masked_fill_(taken, -torch.inf)
-    yield "weighted", WalkInputs(distance, nearest, first_scores, 20, weight)
-    nothing = torch.full_like(nearest, torch.inf)
     apart = distance.amin(dim=1)
-    yield "from nothing", WalkInputs(distance, nothing, apart, 40, weight)
+    weighting = Weighting(weight, apart, weight, 1e-6)
+    yield "weighted", Walk(distance, chosen, 20, weighting)
+    nothing = Chosen.none(weight)
+    yield "from nothing", Walk(distance, nothing, 40, weighting)
+    fill = torch.rand(3, 40, generator=source)
+    fill[0, 3], fill[1, 5], fill[2, 7] = torch.nan, torch.inf, -torch.inf
+    fill[:, 20:30] = 0.5
+    high = replace(weighting, fill=fill, floor=0.3)
+    yield "a fill of its own", Walk(distance, nothing, 40, high)
+    yield "a fill beside taken tokens", Walk(distance, chosen, 20, high)
     leading = torch.full((3, 9), -1)
     leading[:2, :4] = torch.tensor([8, 2, 30, 11])
-    yield "led", WalkInputs(distance, nothing, apart, 9, weight, leading)
+    yield "led", Walk(distance, nothing, 9, weighting, leading)
+    yield "led below the floor", Walk(distance, nothing, 9, high, leading)
     none = torch.zeros_like(weight)
-    yield "weights of zero", WalkInputs(distance, nearest, first_scores, 9, none)
+    yield "weights of zero", Walk(distance, chosen, 9, replace(weighting, weight=none))
     broken = weight.clone()
     broken[0, 5] = torch.nan
-    yield "weight NaN", WalkInputs(distance, nearest, first_scores, 9, broken)
+    yield "weight NaN", Walk(distance, chosen, 9, replace(weighting, weight=broken))
     unknown = distance.clone()
     unknown[1, 4] = torch.nan
     unknown[1, :, 4] = torch.nan
-    yield "distance NaN", WalkInputs(unknown, nearest, first_scores, 20, weight)
-    yield "one token", WalkInputs(distance[:, :1, :1], none[:, :1], none[:, :1], 1)
+    yield "distance NaN", Walk(unknown, chosen, 20, weighting)
+    far = replace(chosen, nearest=chosen.nearest.clone())
+    far.nearest[0, 9], far.nearest[2, :5] = torch.nan, torch.inf
+    yield "nearest NaN", Walk(distance, far, 20)
+    single = Chosen(none[:, :1], none[:, :1] > 0)
+    yield "one token", Walk(distance[:, :1, :1], single, 1)
 
 
-WALK = dict(_walk_inputs())
+WALK = dict(_walks())

@@ -27,12 +27,12 @@ from tests.ops.kernel_inputs import (
     GREEDY_MAP,
     WALK,
     GreedyMapInputs,
-    WalkInputs,
     draw_kernel,
+    walk_picks,
 )
 from vllm_autoprune.ops.compilation import compile_for
 from vllm_autoprune.ops.farthest import distances
-from vllm_autoprune.ops.farthest_torch import walk_torch
+from vllm_autoprune.ops.farthest_torch import Chosen, Walk, Weighting, walk_torch
 from vllm_autoprune.ops.greedy import Conditioned, greedy_map_torch
 
 
@@ -105,11 +105,12 @@ def _count_variants() -> dict[str, int]:
         )
         dtype = (torch.float32, torch.bfloat16, torch.float16)[number % 3]
         distance = similarity.to(dtype)
-        farthest_triton.walk_triton(distance, quality.to(dtype), quality, count)
+        chosen = Chosen(quality, torch.empty_like(quality, dtype=torch.bool))
+        farthest_triton.walk_triton(Walk(distance, chosen, count))
         leading = torch.zeros(1, count, dtype=torch.int64) if number % 3 else None
-        farthest_triton.walk_triton(
-            similarity, quality, quality, count, quality, leading
-        )
+        weighting = Weighting(quality, quality, quality, 0.0)
+        walk = Walk(similarity, chosen, count, weighting, leading)
+        farthest_triton.walk_triton(walk)
     every = greedy_map.variants | farthest.variants
     return {"compiled": len(compiled), "missing": len(every - compiled)}
 
@@ -133,9 +134,9 @@ def _compare() -> dict[str, tuple[list[list[int]], ...]]:
         )
     for name, walk in WALK.items():
         compared[f"farthest points: {name}"] = (
-            walk.picks(walk_torch),
-            walk.picks(walk_triton),
-            walk.picks(partial(walk_triton, block=16)),
+            walk_picks(walk, walk_torch),
+            walk_picks(walk, walk_triton),
+            walk_picks(walk, partial(walk_triton, block=16)),
         )
     return compared
 
@@ -158,18 +159,19 @@ def _compare_sizes(number: int) -> dict[str, int]:
         picks = inputs.picks(partial(greedy_map_triton, launch=launch))
         differ["greedy MAP"] += picks != inputs.picks(greedy_map_torch)
         distance = distances(similarity)
-        nothing = torch.full_like(quality, torch.inf)
-        walk = WalkInputs(distance, nothing, distance.amin(dim=1), count, quality)
+        floor = source.choice((0.0, 0.3))
+        weighting = Weighting(quality, distance.amin(dim=1), quality, floor)
+        walk = Walk(distance, Chosen.none(quality), count, weighting)
         block = source.choice((16, 128))
-        by_kernel = walk.picks(partial(walk_triton, block=block))
-        differ["farthest points"] += by_kernel != walk.picks(walk_torch)
+        by_kernel = walk_picks(walk, partial(walk_triton, block=block))
+        differ["farthest points"] += by_kernel != walk_picks(walk, walk_torch)
     return differ
 
 
 def _compile(gpu: int) -> dict[str, dict[str, int]]:
     """What the kernels of several sizes use on a GPU of a compute capability."""
     from vllm_autoprune.ops.dpp_triton import Launch, _greedy_map
-    from vllm_autoprune.ops.farthest_triton import _block, _farthest
+    from vllm_autoprune.ops.farthest_triton import _block, _farthest, _warps
 
     used = {}
     for tokens, count in ((64, 8), (576, 64), (2880, 64), (4096, 512), (32768, 4096)):
@@ -186,16 +188,16 @@ def _compile(gpu: int) -> dict[str, dict[str, int]]:
         block = _block(tokens)
         constants = {"weighted": True, "led": True, "block": block}
         used[f"farthest points, {tokens}"] = _resources(
-            _farthest, constants, min(16, max(4, block // 128)), gpu
+            _farthest, constants, _warps(block), gpu
         )
     return used
 
 
 _TYPES = (
     {"eligible": "*i1", "anchors": "*i64", "leading": "*i64", "picks": "*i64"}
-    | {"arrivals": "*i32"}
+    | {"arrivals": "*i32", "taken": "*i1"}
     | dict.fromkeys(("tokens", "programs", "count", "forced", "fixed"), "i32")
-    | dict.fromkeys(("exhausted", "divisor", "huge", "unit", "tie"), "fp32")
+    | dict.fromkeys(("exhausted", "divisor", "huge", "unit", "tie", "floor"), "fp32")
 )
 """Types of the arguments that are not pointers to float32."""
 

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ops.kernel_inputs import GREEDY_MAP, WALK, GreedyMapInputs, WalkInputs
+from tests.ops.kernel_inputs import GREEDY_MAP, WALK, GreedyMapInputs, walk_picks
 from vllm_autoprune.ops.dpp import fastest_implementation
 from vllm_autoprune.ops.farthest import fastest_walk
-from vllm_autoprune.ops.farthest_torch import walk_torch
+from vllm_autoprune.ops.farthest_torch import Walk, walk_torch
 from vllm_autoprune.ops.greedy import greedy_map_torch
 
 
@@ -118,9 +118,9 @@ def test_picks_on_a_gpu_equal_torch(inputs: GreedyMapInputs) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("inputs", WALK.values(), ids=WALK)
-def test_farthest_points_on_a_gpu_equal_torch(inputs: WalkInputs) -> None:
+@pytest.mark.parametrize("walk", WALK.values(), ids=WALK)
+def test_farthest_points_on_a_gpu_equal_torch(walk: Walk) -> None:
     from vllm_autoprune.ops.farthest_triton import walk_triton, works
 
     assert works()
-    assert inputs.picks(walk_triton, "cuda") == inputs.picks(walk_torch)
+    assert walk_picks(walk, walk_triton, "cuda") == walk_picks(walk, walk_torch)

@@ -15,7 +15,8 @@ from benchmarks.server import command
 from tests.tables import parametrize_from_file
 from vllm_autoprune.ops.dpp import greedy_map
 from vllm_autoprune.ops.dtype import choose_dtype
-from vllm_autoprune.ops.farthest import Chosen, farthest_points
+from vllm_autoprune.ops.farthest import farthest_points
+from vllm_autoprune.ops.farthest_torch import Chosen
 from vllm_autoprune.ops.rowwise import TIE, argmax_within, find_outliers
 from vllm_autoprune.ops.similarity import (
     cosines,

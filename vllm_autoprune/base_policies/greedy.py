@@ -17,11 +17,11 @@ from torch import Tensor
 
 from vllm_autoprune.ops.dpp import greedy_map
 from vllm_autoprune.ops.farthest import (
-    Chosen,
     distances,
     farthest_points,
     weighted_farthest_points,
 )
+from vllm_autoprune.ops.farthest_torch import Chosen
 from vllm_autoprune.ops.greedy import Conditioned, greedy_coverage
 from vllm_autoprune.ops.rowwise import (
     argmax_within,

@@ -13,10 +13,10 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_autoprune.ops.farthest import (
-    Chosen,
     distances,
     weighted_farthest_points,
 )
+from vllm_autoprune.ops.farthest_torch import Chosen
 from vllm_autoprune.ops.rowwise import (
     find_outliers,
     gather_rows,

@@ -2,67 +2,109 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from vllm_autoprune.ops.greedy import fill_by_weight
 from vllm_autoprune.ops.rowwise import argmax_within, row_offsets
 
 
-class Walk(Protocol):
-    """The picks of farthest-point sampling, one after another."""
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Tokens that are already chosen before the first pick."""
 
-    def __call__(
-        self,
-        distance: Tensor,
-        nearest: Tensor,
-        first_scores: Tensor,
-        count: int,
-        weight: Tensor | None = None,
-        leading: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Picks ``(B, count)`` int64, and the bound of :func:`argmax_within` at each of them.
+    nearest: Tensor
+    """``(B, N)``: distance of each token to the nearest chosen one; infinite if there is none. NaN
+    counts as infinite."""
+    taken: Tensor
+    """``(B, N)`` bool: tokens that must not be picked, which include the chosen ones."""
 
-        distance ``(B, N, N)``; nearest ``(B, N)``, minus infinity for tokens that must not be
-        picked; first_scores ``(B, N)`` are those of the first pick. Later scores are ``nearest``,
-        times weight ``(B, N)`` if there is one. leading ``(B, count)`` holds forced picks, and -1.
-        """
+    @classmethod
+    def none(cls, like: Tensor) -> Chosen:
+        """No token is chosen; ``like`` ``(B, N)`` gives shape, dtype and device."""
+        nearest = torch.full_like(like, torch.inf)
+        return cls(nearest, torch.zeros_like(nearest, dtype=torch.bool))
 
 
-def walk_torch(
-    distance: Tensor,
-    nearest: Tensor,
-    first_scores: Tensor,
-    count: int,
-    weight: Tensor | None = None,
-    leading: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Plain torch implementation of :class:`Walk`, the reference for the Triton kernel."""
-    batch, tokens = nearest.shape
-    offset = row_offsets(batch, tokens, distance.device)
-    rows = distance.reshape(batch * tokens, tokens)
-    nearest = nearest.clone(memory_format=torch.contiguous_format)
+@dataclass(frozen=True, slots=True)
+class Weighting:
+    """Scores that are weight times distance, all ``(B, N)`` float32, and what is picked after them.
+
+    From the first score of at most ``floor``, or NaN, on, picks are by descending ``fill``. A
+    forced pick, and the first of an image without chosen tokens, stand whatever their score.
+    """
+
+    weight: Tensor
+    """At least 0."""
+    apart: Tensor
+    """Scores of the first pick in an image without chosen tokens."""
+    fill: Tensor
+    floor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """One call of farthest-point sampling for B images of N tokens.
+
+    The score of a token is its distance to the nearest token chosen or picked before. Picked tokens
+    are masked, so an index never repeats; ties go to the lower index
+    (:func:`~vllm_autoprune.ops.rowwise.argmax_within`).
+    """
+
+    distance: Tensor
+    """``(B, N, N)``."""
+    chosen: Chosen
+    count: int
+    """Picks of an image: at most the number of tokens that are not taken."""
+    weighting: Weighting | None = None
+    leading: Tensor | None = None
+    """``(B, count)`` int64: forced picks, which come first in their rows, and -1 for every free
+    pick."""
+
+
+def walk_torch(walk: Walk) -> Tensor:
+    """Picks ``(B, count)`` int64 of a :class:`Walk`: the reference for the Triton kernel."""
+    batch, tokens = walk.chosen.nearest.shape
+    if walk.count == 0:
+        return torch.empty(batch, 0, dtype=torch.int64, device=walk.distance.device)
+    offset = row_offsets(batch, tokens, walk.distance.device)
+    rows = walk.distance.reshape(batch * tokens, tokens)
+    known = walk.chosen.nearest.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    nearest = known.masked_fill(walk.chosen.taken, -torch.inf).contiguous()
     nearest_of_all = nearest.view(-1)  # of the tokens of all images, by `offset`
-    score = first_scores
+    # Images without chosen tokens, whose first pick has scores of its own.
+    begins = known.isinf().all(dim=1, keepdim=True)
     picks = []
-    gains = []
-    for step in range(count):
-        pick, gain = argmax_within(score)
-        if leading is not None:
-            pick = torch.where(leading[:, step] >= 0, leading[:, step], pick)
+    bounds = []
+    for step in range(walk.count):
+        score = nearest
+        if walk.weighting is not None:
+            score = walk.weighting.weight * nearest
+            if step == 0:
+                score = torch.where(begins, walk.weighting.apart, score)
+            score = score.masked_fill(nearest == -torch.inf, -torch.inf)
+        pick, bound = argmax_within(score)
+        if walk.leading is not None:
+            forced = walk.leading[:, step]
+            pick = torch.where(forced >= 0, forced, pick)
         picks.append(pick)
-        gains.append(gain)
-        if step + 1 == count:
+        bounds.append(bound)
+        if step + 1 == walk.count:
             break
         index = pick if batch == 1 else offset + pick
         nearest_of_all.index_fill_(0, index, -torch.inf)
         # fmin returns the smaller number and ignores NaN: a picked token stays at minus infinity.
         torch.fmin(nearest, rows.index_select(0, index), out=nearest)
-        score = nearest
-        if weight is not None:
-            score = (weight * nearest).masked_fill_(nearest == -torch.inf, -torch.inf)
-    if not picks:
-        none = torch.empty(batch, 0, dtype=torch.int64, device=nearest.device)
-        return none, torch.empty_like(none, dtype=nearest.dtype)
-    return torch.stack(picks, dim=1), torch.cat(gains, dim=1)
+    order = torch.stack(picks, dim=1)
+    if walk.weighting is None:
+        return order
+    gains = torch.cat(bounds, dim=1)
+    gains[:, :1].masked_fill_(begins, torch.inf)
+    if walk.leading is not None:
+        gains.masked_fill_(walk.leading >= 0, torch.inf)
+    weighting = walk.weighting
+    return fill_by_weight(
+        order, gains, weighting.fill, ~walk.chosen.taken, weighting.floor
+    )

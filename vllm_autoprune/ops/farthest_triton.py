@@ -2,7 +2,7 @@
 
 One program per image (or tile) reads one row of the distances per pick, and keeps the distance of
 each token to the nearest pick in global memory, where it stays cached. In torch a pick is some six
-launches of 5 to 8 µs each.
+launches of 5 to 8 µs each. Nothing that a walk needs is prepared by launches of its own.
 
 Tested against the torch implementation on CPU tensors with ``TRITON_INTERPRET=1``.
 """
@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_autoprune.ops.farthest_torch import walk_torch
+from vllm_autoprune.ops.farthest_torch import Chosen, Walk, Weighting, walk_torch
+from vllm_autoprune.ops.greedy import HUGE
 from vllm_autoprune.ops.kernels import agrees
 from vllm_autoprune.ops.rowwise import TIE
 
@@ -28,25 +29,99 @@ _LARGEST_BLOCK = 4096
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _copy_nearest(
+    nearest: tl.tensor,
+    taken: tl.tensor,
+    near: tl.tensor,
+    tokens: tl.tensor,
+    block: tl.constexpr,
+) -> tl.tensor:
+    """Write ``near``, with NaN as infinity and taken tokens as minus infinity.
+
+    Returns whether no token is chosen.
+    """
+    lane = tl.arange(0, block)
+    highest = float("inf")
+    finite = tl.full((block,), 0, tl.int32)
+    for start in range(0, tokens, block):
+        token = start + lane
+        inside = token < tokens
+        known = tl.load(nearest + token, mask=inside, other=highest).to(tl.float32)
+        known = tl.where(known == known, known, highest)
+        finite = tl.maximum(finite, (known < highest).to(tl.int32))
+        closed = tl.load(taken + token, mask=inside, other=0) != 0
+        tl.store(near + token, tl.where(closed, -highest, known), mask=inside)
+    return tl.max(finite, axis=0) == 0
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _score(
     near: tl.tensor,
-    first_scores: tl.tensor,
     weight: tl.tensor,
+    apart: tl.tensor,
     token: tl.tensor,
     inside: tl.tensor,
-    step: tl.tensor,
+    first: tl.tensor,
     weighted: tl.constexpr,
 ) -> tl.tensor:
-    """Scores ``(block,)``: ``first_scores`` at the first pick, then ``near``, weighted or not."""
-    lowest = -float("inf")
-    if step == 0:
-        scores = tl.load(first_scores + token, mask=inside, other=lowest).to(tl.float32)
-    elif weighted:
+    """Scores ``(block,)``: ``near``, or weighted, or ``apart`` if this is the ``first`` pick."""
+    scores = near
+    if weighted:
         weights = tl.load(weight + token, mask=inside, other=0.0).to(tl.float32)
-        scores = tl.where(near == lowest, lowest, weights * near)
-    else:
-        scores = near
+        scores = weights * near
+        if first:
+            scores = tl.load(apart + token, mask=inside, other=0.0).to(tl.float32)
+        scores = tl.where(near == -float("inf"), near, scores)
     return scores
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _pick_farthest(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, numbers, constants
+    near: tl.tensor,
+    weight: tl.tensor,
+    apart: tl.tensor,
+    tokens: tl.tensor,
+    first: tl.tensor,
+    bound: tl.tensor,
+    weighted: tl.constexpr,
+    block: tl.constexpr,
+) -> tl.tensor:
+    """The lowest token whose score is at least ``bound``."""
+    lane = tl.arange(0, block)
+    found = tl.full((block,), 0, tl.int32) + tokens
+    for start in range(0, tokens, block):
+        token = start + lane
+        inside = token < tokens
+        to_nearest = tl.load(near + token, mask=inside, other=-float("inf"))
+        scores = _score(to_nearest, weight, apart, token, inside, first, weighted)
+        found = tl.minimum(found, tl.where(scores >= bound, token, tokens))
+    return tl.min(found, axis=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _pick_heaviest(
+    near: tl.tensor,
+    fill: tl.tensor,
+    tokens: tl.tensor,
+    huge: tl.tensor,
+    block: tl.constexpr,
+) -> tl.tensor:
+    """The lowest token of largest ``fill`` among those whose ``near`` is not minus infinity."""
+    lane = tl.arange(0, block)
+    largest = tl.full((block,), -float("inf"), tl.float32)
+    heaviest = tl.full((block,), 0, tl.int32) + tokens
+    for start in range(0, tokens, block):
+        token = start + lane
+        inside = token < tokens
+        key = tl.load(fill + token, mask=inside, other=0.0).to(tl.float32)
+        # NaN (key != key) comes first, as in fill_by_weight.
+        key = tl.where(key == key, tl.minimum(tl.maximum(key, -huge), huge), huge)
+        distance = tl.load(near + token, mask=inside, other=-float("inf"))
+        key = tl.where(distance == -float("inf"), distance, key)
+        heaviest = tl.where(key > largest, token, heaviest)
+        largest = tl.maximum(largest, key)
+    best = tl.max(largest, axis=0)
+    return tl.min(tl.where(largest == best, heaviest, tokens), axis=0)
 
 
 # Integers and alignments differ between images, so no variant is compiled for them.
@@ -55,21 +130,28 @@ def _score(
     do_not_specialize_on_alignment=(
         "distance",
         "nearest",
-        "first_scores",
+        "taken",
+        "near",
         "weight",
+        "apart",
+        "fill",
         "leading",
     ),
 )
 def _farthest(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, numbers, constants
     distance: tl.tensor,
     nearest: tl.tensor,
-    first_scores: tl.tensor,
+    taken: tl.tensor,
+    near: tl.tensor,
     weight: tl.tensor,
+    apart: tl.tensor,
+    fill: tl.tensor,
     leading: tl.tensor,
     picks: tl.tensor,
-    bounds: tl.tensor,
     tokens: tl.tensor,
     count: tl.tensor,
+    floor: tl.tensor,
+    huge: tl.tensor,
     tie: tl.tensor,
     weighted: tl.constexpr,
     led: tl.constexpr,
@@ -79,110 +161,117 @@ def _farthest(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, numb
 
     A NaN score makes the bound NaN and picks token 0, as in torch.
 
-    Pointers: distance ``(B, N, N)`` of any floating dtype; nearest, which is overwritten, and
-    first_scores ``(B, N)`` float32; weight ``(B, N)`` of any floating dtype; leading and picks
-    ``(B, count)`` int64; bounds ``(B, count)`` float32. Numbers and constants:
+    Pointers: distance ``(B, N, N)`` and nearest ``(B, N)`` of one floating dtype; taken ``(B, N)``
+    bool; near, which is written first, weight, apart and fill ``(B, N)`` float32; leading and picks
+    ``(B, count)`` int64. Numbers and constants:
 
     tokens: N.
     count: picks of an image.
+    floor: score at or below which picks are by ``fill``.
+    huge: fill that stands for an infinite or NaN one.
     tie: difference within which scores count as equal.
-    weighted: scores are ``nearest`` times ``weight``. If false, ``weight`` is not read.
+    weighted: scores are weighted. If false, ``weight``, ``apart`` and ``fill`` are not read.
     led: entries of ``leading`` from 0 on are forced picks. If false, ``leading`` is not read.
     block: power of two; tokens that a program reads at once.
     """
     image = tl.program_id(0).to(tl.int64)
     distance += image * tokens * tokens
     nearest += image * tokens
-    first_scores += image * tokens
+    taken += image * tokens
+    near += image * tokens
     weight += image * tokens
+    apart += image * tokens
+    fill += image * tokens
     picks += image * count
-    bounds += image * count
     leading += image * count
 
     lane = tl.arange(0, block)
     lowest = -float("inf")
-    highest = float("inf")
+    begins = _copy_nearest(nearest, taken, near, tokens, block)
+    tl.debug_barrier()
+
+    scores_decide = True
     pick = tl.full((), 0, tl.int32)
     for step in range(count):
+        first = begins & (step == 0)
         # tl.max ignores NaN, of which one makes the bound NaN and picks token 0 in torch.
         largest = tl.full((block,), lowest, tl.float32)
-        for start in range(0, tokens, block):
-            token = start + lane
-            inside = token < tokens
-            near = tl.load(nearest + token, mask=inside, other=lowest)
-            if step > 0:
-                offset = pick.to(tl.int64) * tokens
-                row = tl.load(distance + offset + token, mask=inside, other=0.0)
-                # A token at minus infinity is taken, and stays so. tl.minimum ignores NaN.
-                near = tl.minimum(near, row.to(tl.float32))
-                near = tl.where(token == pick, lowest, near)
-                tl.store(nearest + token, near, mask=inside)
-            scores = _score(near, first_scores, weight, token, inside, step, weighted)
-            scores = tl.where(scores == scores, scores, highest)
-            largest = tl.maximum(largest, scores)
-        best = tl.max(largest, axis=0)
-        # As in torch, the bound is rounded to the dtype of the distances.
-        bound = (best - tie).to(distance.dtype.element_ty).to(tl.float32)
-        tl.debug_barrier()
-        found = tl.full((block,), tokens, tl.int32)
         broken = tl.full((block,), 0, tl.int32)
         for start in range(0, tokens, block):
             token = start + lane
             inside = token < tokens
-            near = tl.load(nearest + token, mask=inside, other=lowest)
-            scores = _score(near, first_scores, weight, token, inside, step, weighted)
-            found = tl.minimum(found, tl.where(scores >= bound, token, tokens))
+            to_nearest = tl.load(near + token, mask=inside, other=lowest)
+            if step > 0:
+                offset = pick.to(tl.int64) * tokens
+                row = tl.load(distance + offset + token, mask=inside, other=0.0)
+                # A token at minus infinity is taken, and stays so. tl.minimum ignores NaN.
+                to_nearest = tl.minimum(to_nearest, row.to(tl.float32))
+                to_nearest = tl.where(token == pick, lowest, to_nearest)
+                tl.store(near + token, to_nearest, mask=inside)
+            scores = _score(to_nearest, weight, apart, token, inside, first, weighted)
             broken = tl.maximum(broken, (scores != scores).to(tl.int32))
-        pick = tl.min(found, axis=0)
+            largest = tl.maximum(largest, scores)
+        best = tl.max(largest, axis=0)
         is_broken = tl.max(broken, axis=0) > 0
-        pick = tl.where(is_broken, 0, pick)
-        bound = tl.where(is_broken, float("nan"), bound)
+        # As in torch, the bound is rounded to the dtype of the distances.
+        bound = (best - tie).to(distance.dtype.element_ty).to(tl.float32)
+        forced = tl.full((), -1, tl.int32)
         if led:
             forced = tl.load(leading + step).to(tl.int32)
-            pick = tl.where(forced >= 0, forced, pick)
+        if weighted:
+            exceeds = (bound > floor) & (is_broken == 0)
+            scores_decide = scores_decide & (exceeds | first | (forced >= 0))
+        tl.debug_barrier()
+        if scores_decide:
+            pick = _pick_farthest(
+                near, weight, apart, tokens, first, bound, weighted, block
+            )
+            pick = tl.where(is_broken, 0, pick)
+        else:
+            pick = _pick_heaviest(near, fill, tokens, huge, block)
+        pick = tl.where(forced >= 0, forced, pick)
         tl.store(picks + step, pick.to(tl.int64))
-        tl.store(bounds + step, bound)
 
 
-def walk_triton(
-    distance: Tensor,
-    nearest: Tensor,
-    first_scores: Tensor,
-    count: int,
-    weight: Tensor | None = None,
-    leading: Tensor | None = None,
-    *,
-    block: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Triton implementation of :class:`vllm_autoprune.ops.farthest_torch.Walk`.
+def walk_triton(walk: Walk, *, block: int | None = None) -> Tensor:
+    """Triton implementation of :func:`vllm_autoprune.ops.farthest_torch.walk_torch`.
 
     ``block`` is by default that of N: a power of two of at least 128.
     """
-    batch, tokens = nearest.shape
-    picks = torch.empty(batch, count, dtype=torch.int64, device=nearest.device)
-    bounds = torch.empty(batch, count, dtype=torch.float32, device=nearest.device)
-    if batch == 0 or count == 0:
-        return picks, bounds
+    distance = walk.distance
+    batch, tokens = walk.chosen.nearest.shape
+    picks = torch.empty(batch, walk.count, dtype=torch.int64, device=distance.device)
+    if batch == 0 or walk.count == 0:
+        return picks
     block = block or _block(tokens)
-    first_scores = first_scores.to(torch.float32).contiguous()
-    nearest = nearest.to(torch.float32, copy=True).contiguous()
+    near = torch.empty(batch, tokens, dtype=torch.float32, device=distance.device)
+    weighting = walk.weighting or Weighting(near, near, near, 0.0)  # not read if None
     _farthest[(batch,)](
         distance.contiguous(),
-        nearest,
-        first_scores,
-        first_scores if weight is None else weight.contiguous(),  # not read if None
-        picks if leading is None else leading.contiguous(),  # not read if None
+        walk.chosen.nearest.to(distance.dtype).contiguous(),
+        walk.chosen.taken.contiguous(),
+        near,
+        weighting.weight.contiguous(),
+        weighting.apart.contiguous(),
+        weighting.fill.contiguous(),
+        picks if walk.leading is None else walk.leading.contiguous(),  # as weighting
         picks,
-        bounds,
         tokens,
-        count,
+        walk.count,
+        weighting.floor,
+        HUGE,
         TIE,
-        weighted=weight is not None,
-        led=leading is not None,
+        weighted=walk.weighting is not None,
+        led=walk.leading is not None,
         block=block,
-        num_warps=min(16, max(4, block // 128)),
+        num_warps=_warps(block),
     )
-    return picks, bounds
+    return picks
+
+
+def _warps(block: int) -> int:
+    """Warps of a program of this block size."""
+    return min(16, max(4, block // 128))
 
 
 def _block(tokens: int) -> int:
@@ -210,17 +299,17 @@ def _block_works(block: int) -> bool:
 
 def _try_block(block: int) -> bool:
     """Compile and run the kernel in all its forms, and compare its picks with torch's."""
-    equal = True
+    nothing = torch.zeros(1, 3, dtype=torch.bool, device="cuda")
+    walks = []
     # The dtypes of features, and explicitly: vLLM sets another default while it loads a model.
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         distance = 1 - torch.eye(3, dtype=dtype, device="cuda")[None]
         nearest = torch.ones(1, 3, dtype=dtype, device="cuda")
-        picks, _ = walk_triton(distance, nearest, nearest, 2, block=block)
-        equal &= picks.equal(walk_torch(distance, nearest, nearest, 2)[0])
-    distance = 1 - torch.eye(3, dtype=torch.float32, device="cuda")[None]
-    nearest = torch.ones(1, 3, dtype=torch.float32, device="cuda")
+        walks.append(Walk(distance, Chosen(nearest, nothing), 2))
+    distance = walks[0].distance
+    chosen = walks[0].chosen
+    weighting = Weighting(chosen.nearest, chosen.nearest, chosen.nearest, 0.0)
     for leading in (None, torch.full((1, 2), -1, device="cuda")):
-        weighted = (distance, nearest, nearest, 2, nearest, leading)
-        picks, _ = walk_triton(*weighted, block=block)
-        equal &= picks.equal(walk_torch(*weighted)[0])
-    return equal
+        walks.append(Walk(distance, chosen, 2, weighting, leading))
+    picks = [walk_triton(walk, block=block) for walk in walks]
+    return all(map(torch.equal, picks, map(walk_torch, walks)))

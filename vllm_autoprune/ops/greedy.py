@@ -24,7 +24,7 @@ HUGE = 2.0**100
 def fill_by_weight(
     picks: Tensor, gains: Tensor, weight: Tensor, eligible: Tensor | None, floor: float
 ) -> Tensor:
-    """Replace the picks whose gain is at most ``floor`` or NaN by tokens of descending weight.
+    """Replace the picks from the first gain of at most ``floor``, or NaN, on by descending weight.
 
     picks and gains ``(B, count)``, weight ``(B, N)``, eligible ``(B, N)`` bool. Returns ``(B,
     count)``: first the picks that are not replaced, in their order, then the replacements; equal
@@ -38,7 +38,8 @@ def fill_by_weight(
     priority = 2 * HUGE * torch.arange(count, 0, -1, dtype=key.dtype, device=key.device)
     # The extra column receives the priorities of the picks to replace, and is cut off again.
     key = functional.pad(key, (0, 1))
-    key.scatter_(1, picks.where(gains > floor, tokens), priority.expand_as(picks))
+    stands = (gains > floor).cumprod(dim=1) > 0
+    key.scatter_(1, picks.where(stands, tokens), priority.expand_as(picks))
     return key[:, :tokens].argsort(dim=1, descending=True, stable=True)[:, :count]
 
 

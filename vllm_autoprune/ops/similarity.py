@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from vllm_autoprune.ops.farthest import Chosen, farthest_points
+from vllm_autoprune.ops.farthest import farthest_points
+from vllm_autoprune.ops.farthest_torch import Chosen
 from vllm_autoprune.ops.rowwise import FLAT
 
 _STRIPS = 4

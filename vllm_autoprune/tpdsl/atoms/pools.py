@@ -22,7 +22,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.ops.farthest import Chosen, farthest_points
+from vllm_autoprune.ops.farthest import farthest_points
+from vllm_autoprune.ops.farthest_torch import Chosen
 from vllm_autoprune.ops.rowwise import (
     gather_rows,
     indices_from_mask,
