@@ -83,8 +83,14 @@ class _Gpu:
     """Time for all programs of an image to wait for each other."""
     reduction: float = 1e-6
     """Time for the threads of a program to find a maximum, and the token that has it."""
-    flops: float = 60e12
+    float32_flops: float = 60e12
     """Floating-point operations a second of a float32 matrix product without TF32."""
+    half_flops: float = 600e12
+    """As many of a product in half precision, on tensor cores."""
+
+    def flops(self, dtype: torch.dtype) -> float:
+        """Floating-point operations a second of a matrix product."""
+        return self.half_flops if dtype.itemsize == 2 else self.float32_flops
 
     def walk(self, tokens: int, count: int, width: int) -> float:
         """Farthest points: a row of distances, and four passes over N numbers, per pick."""
@@ -135,10 +141,9 @@ class _Count(TorchDispatchMode):
             tensors = [result, result]
         touched = sum(leaf.numel() * leaf.element_size() for leaf in tensors)
         seconds = touched / self.gpu.bandwidth
-        if func.overloadpacket is torch.ops.aten.mm:
-            rows, inner = inputs[0].shape
-            product = 2 * rows * inner * inputs[1].shape[1]
-            seconds = max(seconds, product / self.gpu.flops)
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm):
+            product = 2 * inputs[0].numel() * inputs[1].shape[-1]
+            seconds = max(seconds, product / self.gpu.flops(inputs[0].dtype))
         return seconds
 
 

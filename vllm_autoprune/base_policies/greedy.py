@@ -35,6 +35,7 @@ from vllm_autoprune.ops.similarity import (
     WeightMap,
     cosines,
     cosines_between,
+    half_cosines,
     map_weight,
     mean_dissimilarity,
     plain_cosines,
@@ -100,11 +101,14 @@ class _Sets:
     across: bool = False
 
     @property
+    def per_image(self) -> int:
+        """Number of sets of an image."""
+        return 1 if self.across else self.tokens.grid.tiles
+
+    @property
     def shares(self) -> tuple[int, ...]:
         """Number of tokens to pick from each set of an image, the largest number first."""
-        return split_over_tiles(
-            self.budget, 1 if self.across else self.tokens.grid.tiles
-        )
+        return split_over_tiles(self.budget, self.per_image)
 
     def of(self, values: Tensor) -> Tensor:
         """Values ``(B, N, ...)`` regrouped by set as ``(R, n, ...)``."""
@@ -192,8 +196,14 @@ def _divprune(
     of the features, as there: in half precision ties are common, and the lower index wins.
     """
     sets = _Sets(tokens, budget, start, params.tile_scope == "global")
-    cosine = tokens.cosine if sets.across else tokens.tile_cosine
-    distance = cosine.to(tokens.features.dtype, copy=True).neg_().add_(1)
+    features = tokens.features
+    if features.device.type == "cpu" or features.dtype == torch.float32:
+        known = tokens.cosine if sets.across else tokens.tile_cosine
+        cosine = known.to(features.dtype, copy=True)
+    else:
+        # Also where cosines are known, so that the choice does not depend on what is cached.
+        cosine = half_cosines(sets.of(features), sets.of(tokens.norm), sets.per_image)
+    distance = cosine.neg_().add_(1)
     count = sets.shares[0]
     if start.indices.shape[1]:
         nearest = sets.nearest_given(distance)
@@ -292,8 +302,10 @@ class _CentredParams(PolicyParams):
         rows = sets.of(sets.tokens.features).float()
         if self.scale_variance:
             rows = scale_to_unit_variance(rows)
-        similarity = plain_cosines(subtract_mean(rows) if self.centre else rows)
-        return similarity, map_weight(mean_dissimilarity(rows), self.weight)
+        tiles = sets.per_image
+        compared = subtract_mean(rows, tiles) if self.centre else rows
+        similarity = plain_cosines(compared, tiles)
+        return similarity, map_weight(mean_dissimilarity(rows, tiles), self.weight)
 
 
 class _CenCDPrunerParams(_CentredParams):

@@ -25,10 +25,10 @@ def min_max_normalise(score: Tensor, offset: float = 0.0) -> Tensor:
 
     ``offset`` is added to the numerator only, as CDPruner's code does with 1e-6.
     """
-    low = score.amin(dim=-1, keepdim=True)
-    spread = score.amax(dim=-1, keepdim=True) - low
-    scaled = (score - low + offset) / spread.clamp_min(FLAT)
-    return torch.where(spread < FLAT, torch.ones_like(scaled), scaled)
+    low, high = torch.aminmax(score, dim=-1, keepdim=True)
+    spread = high - low
+    raised = score - low + offset if offset else score - low
+    return (raised / spread.clamp_min(FLAT)).masked_fill_(spread < FLAT, 1.0)
 
 
 def rank_descending(score: Tensor) -> Tensor:

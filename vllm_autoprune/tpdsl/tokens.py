@@ -56,7 +56,7 @@ class Instruction:
         if reduce == "max":
             best = cosines.masked_fill(~used, -torch.inf).amax(dim=-1)
             return torch.where(used.any(dim=-1), best, torch.zeros_like(best))
-        total = torch.where(used, cosines, torch.zeros_like(cosines)).sum(dim=-1)
+        total = cosines.masked_fill(~used, 0.0).sum(dim=-1)
         return total / used.sum(dim=-1).clamp_min(1)
 
 
@@ -318,14 +318,16 @@ class VisualTokens:
         """Cosines ``(B * T, n, n)`` between the tokens of each tile."""
         if self.grid.tiles == 1:
             return self.cosine
-        return cosines(self.by_tile(self.features), self.by_tile(self.norm))
+        return cosines(
+            self.by_tile(self.features), self.by_tile(self.norm), self.grid.tiles
+        )
 
     @cached_property
     def precise_tile_cosine(self) -> Tensor:
         """:attr:`tile_cosine` from features cast to float32 before division by their norm."""
         if self.features.dtype == torch.float32:
             return self.tile_cosine
-        return plain_cosines(self.by_tile(self.features).float())
+        return plain_cosines(self.by_tile(self.features).float(), self.grid.tiles)
 
     @cached_property
     def cosine(self) -> Tensor:
@@ -371,10 +373,11 @@ class VisualTokens:
         size = self.grid.per_tile
         if tiles == 1:
             return picks
-        offset = torch.arange(tiles, device=picks.device)[:, None] * size
+        offset = torch.arange(0, self.count, size, device=picks.device)[:, None]
         by_tile = picks.reshape(self.batch, tiles, -1) + offset
-        by_rank = by_tile.roll(-first_tile, dims=1).transpose(1, 2)
-        flat = by_rank.reshape(self.batch, -1)
+        if first_tile:
+            by_tile = by_tile.roll(-first_tile, dims=1)
+        flat = by_tile.transpose(1, 2).reshape(self.batch, -1)
         return flat[:, : sum(shares)]
 
     def require_instruction(self) -> Instruction:

@@ -244,7 +244,7 @@ def _centred_cosine_kernel(
     rows = tokens.by_tile(tokens.features).float()
     if call.scale_variance:
         rows = scale_to_unit_variance(rows)
-    similarity = plain_cosines(tokens.by_image(subtract_mean(rows)))
+    similarity = plain_cosines(tokens.by_image(subtract_mean(rows, tokens.grid.tiles)))
     return Kernel(
         similarity, min_max_normalise(g, 1e-6) if call.weighted else torch.ones_like(g)
     )

@@ -509,7 +509,8 @@ def _mean_dissimilarity_saliency(
     rows = (tokens.features if across else tokens.by_tile(tokens.features)).float()
     if call.scale_variance:
         rows = scale_to_unit_variance(rows)
-    return tokens.by_image(map_weight(mean_dissimilarity(rows), call.curve))
+    tiles = 1 if across else tokens.grid.tiles
+    return tokens.by_image(map_weight(mean_dissimilarity(rows, tiles), call.curve))
 
 
 @atom("scoring", _SignalCall, origin="extension", videos=True, cost=9.4)
