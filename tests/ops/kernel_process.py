@@ -197,6 +197,7 @@ _TYPES = (
     {"eligible": "*i1", "anchors": "*i64", "leading": "*i64", "picks": "*i64"}
     | {"arrivals": "*i32", "taken": "*i1"}
     | dict.fromkeys(("tokens", "programs", "count", "forced", "fixed"), "i32")
+    | dict.fromkeys(("residual_image_stride", "residual_stride", "limited"), "i32")
     | dict.fromkeys(("exhausted", "divisor", "huge", "unit", "tie", "floor"), "fp32")
 )
 """Types of the arguments that are not pointers to float32."""

@@ -177,7 +177,16 @@ def _project(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, numbe
 # By default Triton compiles another variant for an integer that is 1 or divisible by 16, and for
 # a tensor whose address is aligned. Both differ between images, so neither is specialised on.
 @triton.jit(  # type: ignore[untyped-decorator]  # Triton has no types
-    do_not_specialize=("tokens", "programs", "count", "forced", "fixed"),
+    do_not_specialize=(
+        "residual_image_stride",
+        "residual_stride",
+        "limited",
+        "tokens",
+        "programs",
+        "count",
+        "forced",
+        "fixed",
+    ),
     do_not_specialize_on_alignment=(
         "similarity",
         "quality",
@@ -186,7 +195,7 @@ def _project(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, numbe
         "residuals",
     ),
 )
-def _greedy_map(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, numbers, constants
+def _greedy_map(  # noqa: PLR0913, PLR0915  # a kernel takes flat arguments, and is one function
     similarity: tl.tensor,
     quality: tl.tensor,
     eligible: tl.tensor,
@@ -196,6 +205,9 @@ def _greedy_map(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, nu
     picks: tl.tensor,
     slots: tl.tensor,
     arrivals: tl.tensor,
+    residual_image_stride: tl.tensor,
+    residual_stride: tl.tensor,
+    limited: tl.tensor,
     tokens: tl.tensor,
     programs: tl.tensor,
     count: tl.tensor,
@@ -218,6 +230,8 @@ def _greedy_map(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, nu
     arrivals ``(B,)`` int32, zeros, for :func:`_exchange`. Numbers, the constants of
     :mod:`vllm_autoprune.ops.greedy` among them:
 
+    residual_image_stride, residual_stride: strides of ``residuals``, which may be a diagonal.
+    limited: 1, or 0 if all tokens are eligible: then ``eligible`` is not read.
     tokens: N.
     programs: programs of an image.
     count: picks of an image, the forced ones included.
@@ -249,12 +263,15 @@ def _greedy_map(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, nu
     meeting = 0  # number of meetings of the image's programs so far
 
     q = tl.load(quality + image * tokens + token, mask=inside, other=0.0)
-    residual = tl.load(residuals + image * tokens + token, mask=inside, other=0.0)
-    free = tl.load(eligible + image * tokens + token, mask=inside, other=0) != 0
+    residuals += image * residual_image_stride
+    residual = tl.load(residuals + token * residual_stride, mask=inside, other=0.0)
+    limits = token < tokens * limited
+    free = tl.load(eligible + image * tokens + token, mask=limits, other=1) != 0
+    free = free & inside
     weight = q * q
     # Order of the picks that gains do not decide. NaN (q != q) comes first.
     by_quality = tl.where(q == q, tl.minimum(tl.maximum(q, -huge), huge), huge)
-    gains_decide = True
+    gains_decide = tl.full((), 1, tl.int1)
 
     for step in range(count):
         # The residual is the diagonal itself only at the very first pick, without conditioning.
@@ -274,26 +291,18 @@ def _greedy_map(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, nu
                 # All others have exchanged zero.
                 pivot = tl.sum(pivots, axis=0)
         else:
-            pick, pivot, best = _pick_lowest(
-                gain,
-                residual,
-                tie,
-                token,
-                slots,
-                arrivals,
-                meeting,
-                program,
-                programs,
-                shared,
-            )
-            meeting += 2
-            # From the first exhausted or NaN gain on, all picks are by descending quality.
-            gains_decide = gains_decide & (best > exhausted) & (best < float("inf"))
-            if not gains_decide:
-                pick, pivot, _ = _pick_lowest(
-                    tl.where(free, by_quality, -float("inf")),
+            # From the first exhausted or NaN gain on, all picks are by descending quality. The
+            # token of such a gain is not picked: the step picks again.
+            again = tl.full((), 1, tl.int1)
+            pick = tl.full((), 0, tl.int32)
+            pivot = tl.full((), 0.0, tl.float32)
+            while again:
+                by_order = tl.where(free, by_quality, -float("inf"))
+                value = tl.where(gains_decide, gain, by_order)
+                pick, pivot, best = _pick_lowest(
+                    value,
                     residual,
-                    0.0,
+                    tl.where(gains_decide, tie, 0.0),
                     token,
                     slots,
                     arrivals,
@@ -303,6 +312,8 @@ def _greedy_map(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, nu
                     shared,
                 )
                 meeting += 2
+                again = gains_decide & ((best <= exhausted) | (best == float("inf")))
+                gains_decide = gains_decide & (again == 0)
         if program == 0:
             tl.store(picks + step, pick.to(tl.int64))
         free = free & (token != pick)
@@ -374,20 +385,23 @@ def greedy_map_triton(
     fixed = 0 if conditioned is None else conditioned.factors.shape[1]
     launch = launch or Launch.of(tokens, fixed + count)
     width = -(-tokens // ALIGNED) * ALIGNED
-    factors = quality.new_zeros(batch, fixed + count, width)
-    if conditioned is None:
-        residual = similarity.diagonal(dim1=1, dim2=2).contiguous()
-    else:
-        residual = conditioned.residual.contiguous()
-        factors[:, :fixed, :tokens] = conditioned.factors
-    if eligible is None:
-        eligible = torch.ones_like(quality, dtype=torch.bool)
+    factors = quality.new_empty(batch, fixed + count, width)
     similarity = similarity.contiguous()
+    residual = similarity.diagonal(dim1=1, dim2=2)
+    if conditioned is not None:
+        residual = conditioned.residual
+        factors[:, :fixed, :tokens] = conditioned.factors
+        factors[:, :fixed, tokens:] = 0  # padding
     quality = quality.contiguous()
+    limited = eligible is not None
+    if eligible is None:
+        eligible = quality.new_empty(batch, dtype=torch.bool)  # not read
     eligible = eligible.contiguous()
     forced = picks if anchors is None else anchors.contiguous()  # not read if None
     slots = quality.new_empty(batch, 4, launch.programs)
-    arrivals = torch.zeros(batch, dtype=torch.int32, device=quality.device)
+    arrivals = torch.empty(batch, dtype=torch.int32, device=quality.device)
+    if launch.shared:
+        arrivals.zero_()
     together = _images_together(launch, quality.device) or batch
     for low in range(0, batch, together):
         images = slice(low, low + together)
@@ -401,6 +415,8 @@ def greedy_map_triton(
             picks[images],
             slots[images],
             arrivals[images],
+            *residual.stride(),
+            int(limited),
             tokens,
             launch.programs,
             count,
