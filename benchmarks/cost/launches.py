@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.cost.turns import Table
 from vllm_autoprune import Grid, Instruction, VisualTokens
 from vllm_autoprune.ops import dpp, dpp_triton, farthest, farthest_triton
-from vllm_autoprune.report import Table
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 _WIDTH = 4096
@@ -113,7 +113,10 @@ class _Count(TorchDispatchMode):
 
     gpu: _Gpu
     launches: int = 0
-    seconds: float = 0.0
+    parts: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("products", "picks", "the rest"), 0.0)
+    )
+    """Seconds of all kernels, by what they are for."""
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -123,15 +126,15 @@ class _Count(TorchDispatchMode):
     ) -> object:
         result = func(*args, **(kwargs or {}))
         if _launches(func):
-            self.add(
-                self._kernel_seconds(func, [*args, *(kwargs or {}).values()], result)
-            )
+            inputs = [*args, *(kwargs or {}).values()]
+            part = "products" if func.overloadpacket in _PRODUCTS else "the rest"
+            self.add(part, self._kernel_seconds(func, inputs, result))
         return result
 
-    def add(self, seconds: float) -> None:
+    def add(self, part: str, seconds: float) -> None:
         """Count a launch of a kernel that takes so long."""
         self.launches += 1
-        self.seconds += max(self.gpu.kernel, seconds)
+        self.parts[part] += max(self.gpu.kernel, seconds)
 
     def _kernel_seconds(self, func: Any, inputs: list[Any], result: Any) -> float:
         tensors = [
@@ -141,12 +144,13 @@ class _Count(TorchDispatchMode):
             tensors = [result, result]
         touched = sum(leaf.numel() * leaf.element_size() for leaf in tensors)
         seconds = touched / self.gpu.bandwidth
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm):
+        if func.overloadpacket in _PRODUCTS:
             product = 2 * inputs[0].numel() * inputs[1].shape[-1]
             seconds = max(seconds, product / self.gpu.flops(inputs[0].dtype))
         return seconds
 
 
+_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.bmm)
 _READ_AS_MUCH_AS_WRITTEN = (torch.ops.aten.index_select, torch.ops.aten.gather)
 
 
@@ -173,7 +177,7 @@ class _Kernel:
 
     def _launch(self, *arguments: object, **options: object) -> None:
         named = dict(zip(self.names, arguments, strict=False))
-        self.count.add(self.seconds(named))
+        self.count.add("picks", self.seconds(named))
 
 
 @contextmanager
@@ -206,6 +210,8 @@ class SelectionCost:
 
     launches: int
     seconds: float
+    parts: dict[str, float]
+    """Seconds of the kernels alone, by what they are for."""
 
     @classmethod
     def of(
@@ -218,38 +224,40 @@ class SelectionCost:
         with _counted_kernels(counted) if kernels else nullcontext(), counted:
             method.select(method.default_params, tokens, size.kept)
         host = counted.launches * counted.gpu.launch
-        return cls(counted.launches, max(host, counted.seconds))
+        seconds = max(host, sum(counted.parts.values()))
+        return cls(counted.launches, seconds, counted.parts)
 
 
 OPTIONS = {
     "--batch": {"type": int, "default": 1, "help": "images that are selected together"}
 }
 
+_MOST_LAUNCHES = 40
+_MOST_SECONDS = {4096: 3e-3, 16384: 25e-3}
+"""Budgets of an image, by N."""
+
 
 def run(options: argparse.Namespace) -> int:
-    """Count and print; returns 0."""
-    rows = []
+    """Count and print rows of ``docs/data``; returns 0."""
+    table = Table()
     for policy in _POLICIES:
         for size in _SIZES:
-            kernel = SelectionCost.of(policy, size, batch=options.batch)
+            cost = SelectionCost.of(policy, size, batch=options.batch)
             loop = SelectionCost.of(policy, size, batch=options.batch, kernels=False)
-            rows.append(
-                (
-                    f"`{policy}`",
-                    str(size),
-                    str(kernel.launches),
-                    f"{kernel.seconds * 1e3:.1f}",
-                    f"{loop.launches:,}",
-                    f"{loop.seconds * 1e3:.1f}",
-                )
-            )
-    columns = (
-        "policy",
-        "N → K",
-        "launches",
-        "ms, modelled",
-        "launches of torch's loop",
-        "its ms, modelled",
-    )
-    print(Table("", columns, rows, align="ll").markdown())
+            setting = f"{policy}, {size}, batch {options.batch}"
+            few = _verdict(cost.launches, _MOST_LAUNCHES)
+            table.add("launches", setting, float(cost.launches), "", few)
+            table.add("launches of the loop", setting, float(loop.launches), "")
+            soon = _verdict(cost.seconds, _MOST_SECONDS.get(size.per_tile))
+            table.add("time, modelled", setting, 1e3 * cost.seconds, "ms", soon)
+            for part, seconds in cost.parts.items():
+                table.add(f"of it {part}", setting, 1e3 * seconds, "ms")
+            table.add("time of the loop, modelled", setting, 1e3 * loop.seconds, "ms")
     return 0
+
+
+def _verdict(value: float, maximum: float | None) -> str:
+    """Whether a value keeps its budget; empty without one."""
+    if maximum is None:
+        return ""
+    return "holds" if value <= maximum else "does not hold"

@@ -9,14 +9,15 @@ from benchmarks.cost.launches import SelectionCost, Size
 
 @pytest.mark.parametrize(
     ("policy", "maximum"),
-    [("divprune", 40), ("cdpruner", 40), ("cen_divprune", 60), ("cen_cdpruner", 60)],
+    [("divprune", 40), ("cdpruner", 40), ("cen_divprune", 40), ("cen_cdpruner", 60)],
 )
 def test_a_selection_launches_as_often_for_every_budget(
     policy: str, maximum: int
 ) -> None:
-    few = SelectionCost.of(policy, Size(576, 16))
-    many = SelectionCost.of(policy, Size(576, 288))
-    assert few.launches == many.launches <= maximum
+    for tiles in (1, 5):
+        few = SelectionCost.of(policy, Size(576, 16, tiles))
+        many = SelectionCost.of(policy, Size(576, 288, tiles))
+        assert few.launches == many.launches <= maximum
 
 
 def test_the_loop_in_torch_launches_kernels_for_every_kept_token() -> None:
