@@ -61,15 +61,15 @@ def _score(
     apart: tl.tensor,
     token: tl.tensor,
     inside: tl.tensor,
-    first: tl.tensor,
+    at_start: tl.tensor,
     weighted: tl.constexpr,
 ) -> tl.tensor:
-    """Scores ``(block,)``: ``near``, or weighted, or ``apart`` if this is the ``first`` pick."""
+    """Scores ``(block,)``: ``near``, or weighted, or ``apart`` at the first pick (``at_start``)."""
     scores = near
     if weighted:
         weights = tl.load(weight + token, mask=inside, other=0.0).to(tl.float32)
         scores = weights * near
-        if first:
+        if at_start:
             scores = tl.load(apart + token, mask=inside, other=0.0).to(tl.float32)
         scores = tl.where(near == -float("inf"), near, scores)
     return scores
@@ -81,7 +81,7 @@ def _pick_farthest(  # noqa: PLR0913  # a kernel takes flat arguments: pointers,
     weight: tl.tensor,
     apart: tl.tensor,
     tokens: tl.tensor,
-    first: tl.tensor,
+    at_start: tl.tensor,
     bound: tl.tensor,
     weighted: tl.constexpr,
     block: tl.constexpr,
@@ -93,7 +93,7 @@ def _pick_farthest(  # noqa: PLR0913  # a kernel takes flat arguments: pointers,
         token = start + lane
         inside = token < tokens
         to_nearest = tl.load(near + token, mask=inside, other=-float("inf"))
-        scores = _score(to_nearest, weight, apart, token, inside, first, weighted)
+        scores = _score(to_nearest, weight, apart, token, inside, at_start, weighted)
         found = tl.minimum(found, tl.where(scores >= bound, token, tokens))
     return tl.min(found, axis=0)
 
@@ -193,7 +193,7 @@ def _farthest(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, numb
     scores_decide = True
     pick = tl.full((), 0, tl.int32)
     for step in range(count):
-        first = begins & (step == 0)
+        at_start = begins & (step == 0)
         # tl.max ignores NaN, of which one makes the bound NaN and picks token 0 in torch.
         largest = tl.full((block,), lowest, tl.float32)
         broken = tl.full((block,), 0, tl.int32)
@@ -208,7 +208,9 @@ def _farthest(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, numb
                 to_nearest = tl.minimum(to_nearest, row.to(tl.float32))
                 to_nearest = tl.where(token == pick, lowest, to_nearest)
                 tl.store(near + token, to_nearest, mask=inside)
-            scores = _score(to_nearest, weight, apart, token, inside, first, weighted)
+            scores = _score(
+                to_nearest, weight, apart, token, inside, at_start, weighted
+            )
             broken = tl.maximum(broken, (scores != scores).to(tl.int32))
             largest = tl.maximum(largest, scores)
         best = tl.max(largest, axis=0)
@@ -220,11 +222,11 @@ def _farthest(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, numb
             forced = tl.load(leading + step).to(tl.int32)
         if weighted:
             exceeds = (bound > floor) & (is_broken == 0)
-            scores_decide = scores_decide & (exceeds | first | (forced >= 0))
+            scores_decide = scores_decide & (exceeds | at_start | (forced >= 0))
         tl.debug_barrier()
         if scores_decide:
             pick = _pick_farthest(
-                near, weight, apart, tokens, first, bound, weighted, block
+                near, weight, apart, tokens, at_start, bound, weighted, block
             )
             pick = tl.where(is_broken, 0, pick)
         else:
