@@ -349,6 +349,7 @@ def main() -> int:
         "VLLM": options.vllm,
         "PYTHONPATH": str(ROOT),
         "PYTHONUNBUFFERED": "1",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # its lines are no results
     }
     patience = _CPU_PATIENCE if options.tiny else 1
     with _alone(out):

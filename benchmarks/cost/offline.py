@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from benchmarks.common.shapes import draw_words
 from benchmarks.cost.efficiency import OPTIONS as _EFFICIENCY
 from benchmarks.cost.efficiency import ServedModel
 from benchmarks.cost.turns import as_fields
+from benchmarks.server import CPU_ENVIRONMENT
 from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.report import Table
 
@@ -38,6 +40,7 @@ def _start(model: ServedModel, budget: int) -> Any:
     if not torch.cuda.device_count():
         options = {"enforce_eager": True, "block_size": 32, "max_num_seqs": 8}
         options["dtype"] = choose_dtype()
+        os.environ.update(CPU_ENVIRONMENT)
     if "--load-format dummy" in model.flags:
         options["load_format"] = "dummy"
     settings = {"state": "cen_divprune", "budget": budget, "requests": "budget"}
