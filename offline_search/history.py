@@ -24,6 +24,7 @@ from offline_search.differences import (
     compare,
     compare_paired,
     count_decimals,
+    drop_last_bits,
     fit_difficulty,
 )
 from offline_search.ledger import ProposalRecord, Standing, TrialRecord
@@ -380,14 +381,13 @@ class History:
         for name in self.count_categories():
             rows = np.flatnonzero((names == name) & np.isfinite(values))
             if rows.size:
+                level = (values - difficulty)[rows].mean()
+                estimate = level + np.nanmean(difficulty[names == name])
                 means[name] = CategoryMean(
                     questions=len(rows),
-                    value=float(values[rows].mean()),
-                    base=float(self.base_values[rows].mean()),
-                    estimate=float(
-                        (values - difficulty)[rows].mean()
-                        + np.nanmean(difficulty[names == name])
-                    ),
+                    value=drop_last_bits(float(values[rows].mean())),
+                    base=drop_last_bits(float(self.base_values[rows].mean())),
+                    estimate=drop_last_bits(float(estimate)),
                 )
         return means
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from offline_search.differences import Difference, Strata
+from offline_search.differences import Difference, Strata, compare
 from tests.tables import parametrize_from_file
 from vllm_autoprune.evaluation.questions import Example
 
@@ -32,3 +32,21 @@ def test_answered_questions_stand_for_the_categories_of_all() -> None:
     assert np.allclose(strata.weights(answered), expected)
     first_half = Strata.of(examples, np.arange(8) < 4)
     assert first_half.shares.tolist() == [1.0, 0.0, 0.0]
+
+
+def test_a_difference_is_the_same_in_whatever_order_it_is_added() -> None:
+    """As vector units of other processors add; replays compare figures to the last digit."""
+    generator = np.random.default_rng(5)
+    examples = [
+        Example(image=f"{number}", question="?", answer="x") for number in range(96)
+    ]
+    values = generator.normal(size=96).round(4)
+    reference = generator.normal(size=96).round(4)
+    differences = set[Difference]()
+    plain_means = set[float]()
+    for _ in range(50):
+        order = generator.permutation(96)
+        permuted = [examples[row] for row in order]
+        differences.add(compare(permuted, values[order], reference[order]))
+        plain_means.add(float(values[order].mean() - reference[order].mean()))
+    assert len(differences) == 1 < len(plain_means)

@@ -383,7 +383,7 @@ async def test_a_search_resumes_from_any_prefix_repeats_no_step_and_replays(
 
 
 @pytest.mark.parametrize(
-    ("name", "digest"), [("lists", "5eb021448113"), ("crossovers", "4f6db80b58c0")]
+    ("name", "digest"), [("lists", "7d0a14ed5466"), ("crossovers", "d20f8937b85b")]
 )
 async def test_a_recorded_search_replays_and_would_send_the_same_prompts_today(
     name: str, digest: str, search: Searches, tmp_path: Path
