@@ -90,6 +90,11 @@ class FakeServer(socketserver.ThreadingTCPServer):
         self.headers = list[Message]()
         self.stop = threading.Event()
 
+    def server_close(self) -> None:
+        """End the answers that are being written, and wait for their threads."""
+        self.stop.set()
+        super().server_close()
+
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -194,6 +199,19 @@ def _chunk(*choices: Mapping[str, object]) -> dict[str, object]:
 
 
 @contextlib.contextmanager
+def serve_in_thread(server: socketserver.BaseServer) -> Iterator[None]:
+    """Let a server answer until the block ends, and close it then."""
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@contextlib.contextmanager
 def fake_server(
     respond: Reply | _Respond | None = None,
     *,
@@ -218,12 +236,5 @@ def fake_server(
     }
     answer = (lambda body: reply) if isinstance(reply, Reply) else reply
     server = FakeServer(port, answer, model, {**standard, **(pages or {})})
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    try:
+    with serve_in_thread(server):
         yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.stop.set()
-        server.server_close()  # waits for the threads

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import httpx
 import yaml  # type: ignore[import-untyped]
 
+from tests.fake_server import serve_in_thread
 from vllm_autoprune.http_client import CHAT
 
 _SETTINGS: dict[str, Any] = {"trust_env": False, "verify": False, "timeout": 300.0}
@@ -102,15 +103,8 @@ class _Forward(BaseHTTPRequestHandler):
 def proxy(endpoints: Sequence[str]) -> Iterator[Proxy]:
     """A proxy that answers until the block ends."""
     server = Proxy(endpoints)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    try:
+    with server.client, serve_in_thread(server):
         yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-        server.client.close()
 
 
 @contextlib.contextmanager
