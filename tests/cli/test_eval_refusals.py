@@ -121,6 +121,17 @@ def test_a_server_that_does_not_answer_is_named(call: Call) -> None:
     assert "does not answer" in call.printed().err
 
 
+def test_data_is_refused_before_the_server_is_asked(call: Call) -> None:
+    url = "http://127.0.0.1:9"
+    path = call.folder / "questions.jsonl"
+    path.write_text('{"image": "none.png", "question": "?", "answer": "x"}')
+    assert call.own(url) == 1
+    assert f"{path}:1: image 'none.png': cannot be read" in call.printed().err
+    words = ["--suite", "lmms:x", "--served-name", "m", "--server-url", url]
+    assert main(["eval", *words]) == 1
+    assert "does not know x -> use: paper" in call.printed().err
+
+
 def test_a_server_that_cannot_be_measured_leaves_nothing_to_resume(call: Call) -> None:
     with endpoint(refusing("cdpruner")) as server:
         assert call(server.url) == 1

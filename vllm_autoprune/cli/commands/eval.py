@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -99,7 +99,11 @@ def _evaluate_states(options: Namespace) -> int:
     _check_arguments(options)
     folder = _choose_folder(options)
     cases, chosen_by = _build_cases(options)
-    suite = _build_suite(options, cases, chosen_by, folder)
+    build_suite = _prepare_suite(options, folder)
+    if not options.state and not options.dry_run:
+        # Last, so that what is wrong with the data is told without a server.
+        cases, chosen_by = _read_own_cases(options)
+    suite = build_suite(cases, chosen_by)
     if options.dry_run:
         record: dict[str, JsonValue] = {"plan": suite.plan()}
         blocks = [suite.plan()]
@@ -129,19 +133,23 @@ def _evaluate_states(options: Namespace) -> int:
 def _build_cases(options: Namespace) -> tuple[list[Case], dict[int, str]]:
     """The cases, and for each named state, by its place, the images by which a search chose it.
 
-    The states are those of ``--state``, else the server's own, for which a dry run does not ask.
+    The states are those of ``--state``; without it, a stand-in for the server's own is among them.
     """
     from vllm_autoprune.evaluation.cases import build_cases, read_chosen_by
-    from vllm_autoprune.evaluation.served_page import OWN, ServedPage
+    from vllm_autoprune.evaluation.served_page import OWN
 
     frames = options.frames or 0
     budgets = options.budgets or ["1/4" if frames else "64"]
+    cases = build_cases(options.state or [], budgets, options.cells, frames)
     if options.state:
-        cases = build_cases(options.state, budgets, options.cells, frames)
         return cases, read_chosen_by(options.state)
-    controls = build_cases([], budgets, options.cells, frames)  # refuses wrong budgets
-    if options.dry_run:
-        return [*controls, OWN], {}
+    return [*cases, OWN], {}
+
+
+def _read_own_cases(options: Namespace) -> tuple[list[Case], dict[int, str]]:
+    """As :func:`_build_cases`, of the state that the server says it has."""
+    from vllm_autoprune.evaluation.served_page import ServedPage
+
     url = options.server_url
     with (
         ServerClient(url, read_connection(options)) as client,
@@ -149,6 +157,7 @@ def _build_cases(options: Namespace) -> tuple[list[Case], dict[int, str]]:
     ):
         client.list_models()  # a server that does not answer has no page either
         page = ServedPage.read(client)
+    frames = options.frames or 0
     cases = page.build_own_cases(url, options.budgets, options.cells, frames)
     return cases, {1: page.evidence.chosen_by}
 
@@ -220,13 +229,14 @@ def _check_arguments(options: Namespace) -> None:
             raise ConfigError.of(where, what, fix, subject="eval")
 
 
-def _build_suite(
-    options: Namespace,
-    cases: Sequence[Case],
-    chosen_by: Mapping[int, str],
-    folder: Path,
-) -> QuestionSuite | LmmsSuite:
-    """The suite of ``--data`` or ``--suite``; ``chosen_by`` as of :func:`_build_cases`."""
+def _prepare_suite(
+    options: Namespace, folder: Path
+) -> Callable[[Sequence[Case], Mapping[int, str]], QuestionSuite | LmmsSuite]:
+    """Read the questions of ``--data`` or find the tasks of ``--suite``.
+
+    Returns a function that makes the suite of cases and ``chosen_by``, which
+    :func:`_build_cases` returns.
+    """
     from vllm_autoprune.evaluation.lmms import LmmsSuite
     from vllm_autoprune.evaluation.lmms_benchmarks import select_benchmarks
     from vllm_autoprune.evaluation.question_suite import QuestionSuite
@@ -249,13 +259,12 @@ def _build_suite(
             unlabelled=is_unlabelled,
             frames=options.frames or 0,
         )
-        # A file name may not be valid UTF-8.
-        name = options.data.name.encode(errors="replace").decode()
-        return QuestionSuite.without_chosen(
+        return lambda cases, chosen_by: QuestionSuite.without_chosen(
             server,
             cases,
             questions,
-            name,
+            # A file name may not be valid UTF-8.
+            options.data.name.encode(errors="replace").decode(),
             chosen_by,
             unpruned=is_unlabelled,
             keep=options.all_questions,
@@ -266,7 +275,7 @@ def _build_suite(
         cognition=is_qwen,
         with_tasks=options.include_path is not None,
     )
-    return LmmsSuite(
+    return lambda cases, chosen_by: LmmsSuite(
         server,
         cases,
         benchmarks,
