@@ -1,29 +1,28 @@
-"""``python -m benchmarks.policies build | measure``: the shipped states and their evidence.
+"""``python -m benchmarks.policies build``: the shipped states and their evidence.
 
 Most states are derived from ``policies/autoprune.json``, which has the structure that the paper
 selected (its table of the materialized composition at K = 32). The paper prints no fusion weights;
-the weights are ours. Evidence is accuracy of mini-LLaVA through vLLM, from a report of
-``vllm-autoprune eval``, in the provenance of a state's file.
+the weights are ours. Evidence is accuracy on both yardsticks, from the rows of ``docs/data``, in
+the provenance of a state's file.
 """
 
 from __future__ import annotations
 
-import hashlib
+import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.command import run_command
 from benchmarks.yardsticks.examples import CHECKPOINTS, weights_digest
+from benchmarks.yardsticks.questions import Model
 from vllm_autoprune import PruningState, load_state, materialize
 from vllm_autoprune.backbones import BACKBONE_SHAPES
 from vllm_autoprune.cli.commands.states import RECOMMENDED
 from vllm_autoprune.cli.output import CommandParser
-from vllm_autoprune.evaluation.journal import RESIZED
 from vllm_autoprune.report import Table
-from vllm_autoprune.statistics import Estimate
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.transfer import instruction_free, transfer
 
@@ -65,11 +64,21 @@ _PUBLISHED_BY = (
 )
 """Provenance of states of a base policy."""
 
-_MEASURED = (16, 8)
-"""The values of K at which states are measured."""
+_YARDSTICKS: Mapping[str, Model] = {
+    "mini-LLaVA": "minillava",
+    "mini-Qwen3-VL": "miniqwen",
+}
+"""The yardsticks by their names in the data."""
+
+_RESIZED = "resized"
+"""The name of the resize control in the data."""
+
+_ACCURACY = POLICIES.with_name("docs") / "data/accuracy.csv"
+_SHOWN = "N/8"
+"""K on the page of shipped states, as in `vllm-autoprune list`."""
 _EVALUATED_ON = (
-    "the embedded mini-LLaVA through vLLM on a CPU, test split, every kind of question, "
-    "greedy; K is given by the request; `python -m benchmarks.policies measure`"
+    "the committed mini-LLaVA and mini-Qwen3-VL with transformers, test split, every kind of "
+    "question; `python -m benchmarks.accuracy.yardsticks`"
 )
 _LINE_WIDTH = 96
 
@@ -191,15 +200,57 @@ def _build_states(folder: Path = POLICIES) -> list[PruningState]:
     ]
 
 
-def _read_evidence(path: Path) -> _JsonObject:
-    """Evidence that `_measure` wrote into a state's file; empty if there is none in this form."""
-    state = (
-        json.loads(path.read_text(encoding="utf-8"))
-        if path.exists()
-        else {"provenance": {}}
-    )
-    scores: _JsonObject = state["provenance"].get("scores", {})
-    return scores if "behaviour" in scores else {}
+@cache
+def _read_accuracy() -> list[dict[str, str]]:
+    """Rows of the accuracy table about all questions, with K as a share of N."""
+    with _ACCURACY.open(encoding="utf-8", newline="") as file:
+        rows = [
+            row for row in csv.DictReader(file) if not row["category"] + row["kind"]
+        ]
+    tokens = {row["yardstick"]: row["tokens"] for row in rows if row["name"] == "full"}
+    for row in rows:
+        budget = row["budget"].removeprefix("K = ")
+        # The images of mini-LLaVA have one size, so that its rows have K itself.
+        if budget.isdigit():
+            budget = f"N/{float(tokens[row['yardstick']]) / int(budget):.0f}"
+        row["budget"] = budget
+    return rows
+
+
+def _name_model(yardstick: str) -> str:
+    """A yardstick's name with the digest of its weights."""
+    return f"{yardstick} {weights_digest(CHECKPOINTS[_YARDSTICKS[yardstick]])}"
+
+
+def _read_evidence(state: PruningState) -> _JsonObject:
+    """What was measured of a state on the yardsticks; empty if nothing was.
+
+    Figures are in per cent: ``resized`` is the resize control on the same questions,
+    ``less_resized`` the state minus the control.
+    """
+    rows = _read_accuracy()
+    resized = {
+        (row["yardstick"], row["budget"]): float(row["accuracy"])
+        for row in rows
+        if row["name"] == _RESIZED
+    }
+    measured: list[_JsonObject] = [
+        {
+            "model": _name_model(row["yardstick"]),
+            "questions": int(row["questions"]),
+            "budget": row["budget"],
+            "accuracy": float(row["accuracy"]),
+            "resized": resized[row["yardstick"], row["budget"]],
+            "less_resized": {
+                "value": float(row["less_resized"]),
+                "low": float(row["less_resized_low"]),
+                "high": float(row["less_resized_high"]),
+            },
+        }
+        for row in rows
+        if row["name"] == state.name and row["digest"] == state.digest[:12]
+    ]
+    return {"rows": measured} if measured else {}
 
 
 def _format_json(value: object, indent: int = 0, key: str = "") -> str:
@@ -221,59 +272,15 @@ def _format_json(value: object, indent: int = 0, key: str = "") -> str:
 def _build(folder: Path) -> None:
     """Write every shipped state and delete the files of states that no longer exist."""
     states = {f"{state.name}.json": state for state in _build_states(folder)}
-    for name, state in states.items():
-        evidence = _read_evidence(folder / name)
-        valid = evidence.get("behaviour") == _behaviour(state)
-        _write_state(state, folder, evidence if valid else None)
+    for state in states.values():
+        _write_state(state, folder, _read_evidence(state))
     for path in folder.glob("*.json"):
         if path.name not in states:
             path.unlink()
     print(f"{len(states)} states in {folder.name}/")
 
 
-def _measure(folder: Path, report: Mapping[str, Any]) -> None:
-    """Write accuracy from a report of `vllm-autoprune eval` into the files of the reported states.
-
-    Figures are in per cent: ``resized`` is the resize control on the same questions,
-    ``less_resized`` the state minus the control. ``behaviour`` is the digest of the measured state.
-    """
-    rows = {row["case"]["name"]: row for row in report["rows"]}
-    for state in _build_states(folder):
-        # A state that a search found on another model has evidence from both yardsticks.
-        elsewhere = SEARCH_RESULTS.get(state.name, "mini-LLaVA") != "mini-LLaVA"
-        if elsewhere or state.name.startswith(f"{SOURCE}-"):
-            continue
-        measured: list[_JsonObject] = []
-        for budget in _MEASURED:
-            row, control = (
-                rows.get(f"{name}@{budget}") for name in (state.name, "resized")
-            )
-            if row and control:
-                gain = Estimate(**row["to_resized"]["accuracy"]).rounded(2)
-                measured.append(
-                    {
-                        "budget": budget,
-                        "accuracy": round(row["accuracy"]["value"], 2),
-                        "accuracy_plus": round(row["accuracy_plus"], 2),
-                        "prompt_tokens": round(row["prompt_tokens"], 1),
-                        "resized": round(control["accuracy"]["value"], 2),
-                        "less_resized": asdict(gain),
-                    }
-                )
-        if measured:
-            evidence: _JsonObject = {
-                "model": f"mini-LLaVA {weights_digest(CHECKPOINTS['minillava'])}",
-                "questions": report["questions"],
-                "behaviour": _behaviour(state),
-                "rows": measured,
-            }
-            _write_state(state, folder, evidence)
-            print(state.name)
-
-
-def _write_state(
-    state: PruningState, folder: Path, evidence: _JsonObject | None
-) -> None:
+def _write_state(state: PruningState, folder: Path, evidence: _JsonObject) -> None:
     """Write a state with all of its defaults, so that later releases serve the same policy.
 
     Evidence goes into the provenance, which is outside the digest.
@@ -290,47 +297,28 @@ def _write_state(
         )
 
 
-def _behaviour(state: PruningState) -> str:
-    """SHA-256 of everything in a state that affects answers at a budget given by the request."""
-    body = state.model_dump(mode="json", exclude={"name", "provenance", "budget"})
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
 def as_markdown() -> str:
     """One row per state; the transferred states behave as their source and share its row."""
     states = _build_states()
-    files = {
-        state.name: _read_evidence(POLICIES / f"{state.name}.json") for state in states
+    accuracy = {
+        (row["name"], row["yardstick"]): float(row["accuracy"])
+        for row in _read_accuracy()
+        if row["budget"] == _SHOWN
     }
-    evidence = {name: scores for name, scores in files.items() if scores}
-    measured = [
-        (name, row) for name, scores in evidence.items() for row in scores["rows"]
-    ]
-    accuracy = {(name, row["budget"]): row["accuracy"] for name, row in measured}
-    accuracy |= {
-        (RESIZED, row["budget"]): row["resized"]
-        for _, row in measured
-        if "resized" in row
-    }
-    described = {RESIZED: "no policy: all tokens pooled to K cells"}
+    described = {_RESIZED: "no policy: all tokens pooled to K cells"}
     described |= {
         s.name: _describe(s) for s in states if not s.name.startswith(f"{SOURCE}-")
     }
     rows = []
     for name, text in described.items():
-        figures = (accuracy.get((name, budget)) for budget in _MEASURED)
+        figures = (accuracy.get((name, model)) for model in _YARDSTICKS)
         cells = ("-" if figure is None else f"{figure:.1f}" for figure in figures)
-        rows.append((name if name == RESIZED else f"`{name}`", text, *cells))
-    columns = ("state", "what it is", *(f"K = {budget}" for budget in _MEASURED))
-    table = Table("", columns, rows, "--rr").markdown()
+        rows.append((name if name == _RESIZED else f"`{name}`", text, *cells))
+    table = Table("", ("state", "what it is", *_YARDSTICKS), rows, "--rr").markdown()
     transferred = [f"`{state.name}`" for state in states if state.name not in described]
-    setups = sorted(
-        {(scores["model"], scores["questions"]) for scores in evidence.values()}
-    )
-    setup = "; ".join(f"{model}, {questions} questions" for model, questions in setups)
     return (
-        f"{table}\n\nPer cent right (-: not measured), {setup}. `{SOURCE}` for the budgets and "
-        f"backbones of the paper: {', '.join(transferred)}.\n"
+        f"{table}\n\nPer cent right at K = {_SHOWN} (-: not measured). `{SOURCE}` for the budgets "
+        f"and backbones of the paper: {', '.join(transferred)}.\n"
     )
 
 
@@ -363,19 +351,9 @@ def _run(arguments: Sequence[str] | None) -> None:
         description="Build the shipped states and their evidence.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser(
-        "build", help="write every state; evidence that still holds is kept"
-    )
-    text = "keep accuracy of a report of mini-LLaVA in the files of states"
-    measuring = commands.add_parser("measure", help=text)
-    measuring.add_argument(
-        "report", type=Path, help="report.json of `vllm-autoprune eval`"
-    )
-    options = parser.parse_args(arguments)
-    if options.command == "measure":
-        _measure(POLICIES, json.loads(options.report.read_text(encoding="utf-8")))
-    else:
-        _build(POLICIES)
+    commands.add_parser("build", help="write every state with what was measured of it")
+    parser.parse_args(arguments)
+    _build(POLICIES)
 
 
 if __name__ == "__main__":

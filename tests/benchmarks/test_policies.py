@@ -63,39 +63,20 @@ def test_the_page_shows_the_evidence_that_states_carry() -> None:
     assert all(f"`{name}`" in table for name in shipped_states())
 
 
-def test_a_report_of_eval_becomes_evidence_outside_the_digest(tmp_path: Path) -> None:
-    folder = tmp_path / "policies"
-    shutil.copytree(policies.POLICIES, folder)
-    gain = {"value": 40.001, "low": 30.0, "high": 50.0}
-    figures = {
-        "accuracy": gain,
-        "accuracy_plus": 25.0,
-        "prompt_tokens": 36.04,
-        "to_resized": {"accuracy": gain},
-    }
-    names = (
-        "resized@16",
-        "visionzip@16",
-        "miniqwen@16",
-        "autoprune-llava-1.5-7b-k16@16",
+def test_evidence_is_what_the_accuracy_table_says_of_the_same_state() -> None:
+    state = load_state("cen_divprune")
+    rows = policies._read_evidence(state)["rows"]
+    assert [row["budget"] for row in rows] == 2 * ["N/2", "N/4", "N/8", "N/16"]
+    found = {(row["model"].partition(" ")[0], row["budget"]): row for row in rows}
+    llava = found["mini-LLaVA", "N/8"]
+    assert (llava["questions"], llava["accuracy"], llava["resized"]) == (
+        1812,
+        87.97,
+        57.51,
     )
-    rows = [{"case": {"name": name}, **figures} for name in names]
-    policies._measure(folder, {"questions": 9, "rows": rows})
-    state = load_state(folder / "visionzip.json")
-    assert state.digest == load_state("visionzip").digest
-    expected = {
-        "budget": 16,
-        "accuracy": 40.0,
-        "accuracy_plus": 25.0,
-        "prompt_tokens": 36.0,
-        "resized": 40.0,
-        "less_resized": {"value": 40.0, "low": 30.0, "high": 50.0},
-    }
-    assert policies._read_evidence(folder / "visionzip.json")["rows"] == [expected]
-    assert "policies measure" in (state.provenance.evaluated_on or "")
-    changed = [
-        path.name
-        for path in folder.glob("*.json")
-        if path.read_text() != (policies.POLICIES / path.name).read_text()
-    ]
-    assert changed == ["visionzip.json"], "other models have other evidence"
+    qwen = found["mini-Qwen3-VL", "N/8"]
+    assert (qwen["questions"], qwen["accuracy"]) == (1037, 57.86)
+    assert qwen["less_resized"] == {"value": 20.73, "low": 16.71, "high": 25.1}
+    assert state.provenance.scores == {"rows": rows}
+    other = state.model_copy(update={"positions": "packed"})
+    assert policies._read_evidence(other) == {}, "measured of another state"
