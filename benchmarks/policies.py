@@ -46,6 +46,8 @@ _BUDGETS: Mapping[str, Sequence[int]] = {
 
 QUOTAS = (0, 1, 2, 4, 8, 16, 32)
 """The paper's values of q_e at K = 32."""
+_SWEEP = "ablation-quota-"
+"""Names of the states of this sweep, without q_e."""
 
 _FRAMES: Mapping[str, Mapping[str, object]] = {
     "echoprune": {"budget": "global", "low": 0, "first": "quota"},
@@ -158,7 +160,7 @@ def _sweep_quotas(source: PruningState) -> Iterator[PruningState]:
             "constraints": {**constraints, "selector": selector},
             "positions": "packed",
         }
-        yield _derive_state(source, f"ablation-quota-{quota}", notes, changes)
+        yield _derive_state(source, f"{_SWEEP}{quota}", notes, changes)
 
 
 def _build_instruction_free(source: PruningState) -> PruningState:
@@ -298,7 +300,7 @@ def _write_state(state: PruningState, folder: Path, evidence: _JsonObject) -> No
 
 
 def as_markdown() -> str:
-    """One row per state; the transferred states behave as their source and share its row."""
+    """One row per state; transferred states behave as their source, and share its row."""
     states = _build_states()
     accuracy = {
         (row["name"], row["yardstick"]): float(row["accuracy"])
@@ -307,7 +309,9 @@ def as_markdown() -> str:
     }
     described = {_RESIZED: "no policy: all tokens pooled to K cells"}
     described |= {
-        s.name: _describe(s) for s in states if not s.name.startswith(f"{SOURCE}-")
+        s.name: _describe(s)
+        for s in states
+        if not s.name.startswith((f"{SOURCE}-", _SWEEP))
     }
     rows = []
     for name, text in described.items():
@@ -315,10 +319,14 @@ def as_markdown() -> str:
         cells = ("-" if figure is None else f"{figure:.1f}" for figure in figures)
         rows.append((name if name == _RESIZED else f"`{name}`", text, *cells))
     table = Table("", ("state", "what it is", *_YARDSTICKS), rows, "--rr").markdown()
-    transferred = [f"`{state.name}`" for state in states if state.name not in described]
+    sweep = [f"`{state.name}`" for state in states if state.name.startswith(_SWEEP)]
+    transferred = [
+        f"`{state.name}`" for state in states if state.name.startswith(f"{SOURCE}-")
+    ]
     return (
         f"{table}\n\nPer cent right at K = {_SHOWN} (-: not measured). `{SOURCE}` for the budgets "
-        f"and backbones of the paper: {', '.join(transferred)}.\n"
+        f"and backbones of the paper: {', '.join(transferred)}; with other q_e: "
+        f"{', '.join(sweep)}.\n"
     )
 
 

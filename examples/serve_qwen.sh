@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Qwen2.5-VL, an eighth of an image's visual tokens, the same for every question. Further flags are passed on.
+# Qwen2.5-VL, half of an image's visual tokens, the same for every question. Further flags are passed on.
 set -euo pipefail
 exec vllm serve Qwen/Qwen2.5-VL-7B-Instruct \
     --autoprune-state cen_divprune \
-    --autoprune-budget 1/8 \
+    --autoprune-budget 1/2 \
     --autoprune-requests budget \
     "$@"

@@ -120,7 +120,7 @@ def test_this_installation_can_serve(capsys: Captured) -> None:
     report = run_json(capsys, "doctor", str(MINIQWEN), "--text-tower", str(CLIP))
     assert report["can_serve"]
     details = {finding["what"]: finding["detail"] for finding in report["findings"]}
-    assert "cen_divprune --autoprune-budget 1/8" in details["state"]
+    assert "cen_divprune --autoprune-budget 1/2" in details["state"]
     assert details["tokens"].startswith("N = ")
     statuses = find_statuses(report)
     for what in (

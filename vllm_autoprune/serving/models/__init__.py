@@ -109,7 +109,7 @@ class Backbone:
     state: str = "cen_divprune"
     """Recommended state, by the rule of docs/choosing.md, "Default states"."""
     budget: str = "1/8"
-    """Recommended budget K."""
+    """Recommended budget K, by the same page: what the family's small model stands."""
     architectures: tuple[str, ...] = ()
     """Architecture names in the config.json of checkpoints; if empty, the name of vLLM's class."""
 
@@ -225,7 +225,7 @@ def _qwen(
     checked = tuple(
         replace(field, name=within + field.name) for field in (_MERGED, *fields)
     )
-    usual = {"missing": _LAYERS, "mrope": True, "whole_only": ""}
+    usual = {"missing": _LAYERS, "mrope": True, "whole_only": "", "budget": "1/2"}
     return Backbone(name, "qwen", stock, fields=checked, **{**usual, **more})
 
 
