@@ -336,7 +336,7 @@ def _describe(state: PruningState) -> str:
     base = policy.base.name
     question_free = "" if policy.reads_instruction else ", no instruction"
     if name in BASE_POLICIES:
-        return f"base policy alone{question_free}"
+        return f"base policy{question_free}"
     if name == SOURCE:
         return f"the paper's released policy: {base}, {policy.quota} tokens exchanged"
     if name in SEARCH_RESULTS:

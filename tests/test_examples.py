@@ -157,6 +157,20 @@ def test_the_manifests_serve_a_state_probe_and_scrape_one_named_port(name: str) 
     assert {"name": "VLLM_PLUGINS", "value": f"autoprune,{NAME}"} in container["env"]
 
 
+def test_the_policy_of_the_network_closes_what_is_scraped_to_all_others() -> None:
+    """To the pods that the monitor scrapes, the load test among those who may come in."""
+    policy = read("kubernetes/network.yaml")["spec"]
+    monitor, _ = yaml.safe_load_all((KUBERNETES / "monitoring.yaml").read_text())
+    assert policy["podSelector"] == monitor["spec"]["selector"]
+    (rule,) = policy["ingress"]
+    assert rule["ports"] == [
+        {"port": monitor["spec"]["podMetricsEndpoints"][0]["port"]}
+    ]
+    labels = [place[kind]["matchLabels"] for place in rule["from"] for kind in place]
+    job = read("kubernetes/load-test-job.yaml")["metadata"]["name"]
+    assert {"batch.kubernetes.io/job-name": job} in labels and all(labels)
+
+
 @pytest.mark.parametrize("name", ["serving.yaml", "serving-qwen.yaml"])
 def test_a_replica_ends_in_order_and_one_always_serves(name: str) -> None:
     """The hook, running requests, and the processes, within the grace period."""
