@@ -275,6 +275,14 @@ def test_the_default_states_are_the_question_free_policies_that_are_right_most_o
         r"(llava-hf|Qwen)/\S+[\s\\-]+autoprune-state[ =]([a-z]\S+)", texts
     )
     assert {*served} == {("llava-hf", best[0]), ("Qwen", best[1])} and len(served) == 7
+    budgets = re.findall(
+        r"(llava-hf|Qwen)/\S+[\s\\-]+autoprune-state[ =]\S+[\s\\-]+autoprune-budget[ =](\S+)",
+        texts,
+    )
+    llava = BACKBONES["LlavaForConditionalGeneration"].budget
+    qwen = BACKBONES["Qwen2_5_VLForConditionalGeneration"].budget
+    assert {*budgets} == {("llava-hf", llava), ("Qwen", qwen)} and len(budgets) == 7
+    assert f"at N/{llava[2:]}: `" in CHOOSING and f"at N/{qwen[2:]} (right" in CHOOSING
 
 
 def test_every_row_of_the_data_has_its_command_and_commit() -> None:

@@ -38,7 +38,7 @@ BELOW = Version("0.34")
 of them."""
 
 ANY_VERSION = "VLLM_AUTOPRUNE_ANY_VERSION"
-"""Environment variable that, set to 1, lets any version of vLLM be tried: for ``make test-next``."""
+"""Environment variable that, set to 1, accepts any vLLM version, for ``make test-next``."""
 
 
 def vllm_version() -> Version:
