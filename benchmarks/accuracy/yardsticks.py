@@ -280,7 +280,7 @@ def _as_markdown(
     cells: dict[str, dict[str, str]] = {}
     for row in rows[1:]:
         if row.category is None and "@" not in row.name:
-            reads = {True: "read", False: "not read", None: ""}[row.reads_question]
+            reads = {True: "read", False: "-", None: ""}[row.reads_question]
             figure = f"{row.accuracy.value:.1f}"
             if more := row.less_resized:
                 width = max(more.high - more.value, more.value - more.low)
