@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 from transformers import AutoProcessor
+from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
 from benchmarks.yardsticks import naming, tiles, train_miniintern, training
 from benchmarks.yardsticks.examples import (
@@ -203,22 +204,29 @@ def test_heads_start_by_looking_at_neighbours(
 def test_words_start_by_matching_the_tokens_that_show_them(
     trainer: train_miniintern._Trainer,
 ) -> None:
+    """Each shows three words; positions are those of an image of three tiles and of a question."""
     model = trainer.model
-    words = model.get_input_embeddings().weight[300:400]
-    rows = words @ naming.image_basis(words.shape[1])
-    layer = model.model.language_model.layers[0]
-    query, key = (
-        part(layer.input_layernorm(states)).unflatten(1, (6, -1))[
-            :, : naming.MATCH_HEADS
-        ]
-        for part, states in (
-            (layer.self_attn.q_proj, words),
-            (layer.self_attn.k_proj, rows),
+    language = model.model.language_model
+    words = model.get_input_embeddings().weight[300 : 300 + 3 * TILE_TOKENS]
+    directions = functional.normalize(words, dim=1)
+    names = torch.eye(len(words))
+    shares = names + names.roll(7, 0) + names.roll(19, 0)
+    rows = shares @ directions @ naming.image_basis(words.shape[1])
+    states = torch.cat((rows, words))[None]
+    positions = [*range(3, len(words) + 3), *[len(words) + 10] * len(words)]
+    turns = language.rotary_emb(states, torch.tensor([positions]))
+    for layer in language.layers:
+        attention = layer.self_attn
+        query, key = (
+            part(layer.input_layernorm(states)).unflatten(2, (6, -1)).transpose(1, 2)
+            for part in (attention.q_proj, attention.k_proj)
         )
-    )
-    scores = torch.einsum("qhd,khd->hqk", query, key) * layer.self_attn.scaling
-    right = scores.diagonal(dim1=1, dim2=2)
-    assert right.mean() > 8 and right.mean() > scores.mean() + 8
+        query, key = apply_rotary_pos_emb(query, key, *turns)
+        heads = slice(naming.MATCH_HEADS)
+        query = query[0, heads, len(words) :]
+        key = key[0, heads, : len(words)]
+        weights = (query @ key.transpose(1, 2) * attention.scaling).softmax(-1)
+        assert (weights * shares.T).sum(2).mean() > 0.7
 
 
 @pytest.fixture(scope="module")
