@@ -11,7 +11,11 @@ from packaging.version import Version
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from vllm_autoprune.errors import Problem
-from vllm_autoprune.serving.compat import reuses_memory_plan, uses_rust_frontend
+from vllm_autoprune.serving.compat import (
+    find_runner,
+    reuses_memory_plan,
+    uses_rust_frontend,
+)
 from vllm_autoprune.serving.encoder_steps import CACHE_MANAGER
 from vllm_autoprune.serving.models import (
     BACKBONES,
@@ -116,6 +120,12 @@ class ServedModel:
         )
         return problems
 
+    @property
+    def captures_tower(self) -> bool:
+        """Whether vLLM captures CUDA graphs of the vision tower."""
+        compilation = vars(self.config.compilation_config)
+        return bool(compilation.get("cudagraph_mm_encoder"))
+
     def _reads(self, option: str) -> bool:
         """A boolean option of vLLM's multi-modal configuration; False in versions without it."""
         return bool(getattr(self.model_config.multimodal_config, option, False))
@@ -192,6 +202,9 @@ def _find_connector_problems(name: str, extra: object) -> Iterator[Problem]:
         yield Problem(where, f"LMCache {version} {what}", fix)
 
 
+_GRAPHS = "--compilation-config cudagraph_mm_encoder"
+
+
 def _has_tower_adapters(model: ServedModel) -> bool:
     # Features are cached by image only, and LoRA layers bypass the hook on attention.
     lora = model.config.lora_config
@@ -206,9 +219,13 @@ _MODEL_RULES: Mapping[str, Callable[[ServedModel], Iterable[Problem]]] = {
         "the vision tower would differ between requests",
     ),
     "graphs of the vision tower": _refuse_mode(
-        "--compilation-config cudagraph_mm_encoder",
-        lambda model: vars(model.config.compilation_config).get("cudagraph_mm_encoder"),
-        "encoder graphs would hand on all tokens of an image",
+        _GRAPHS,
+        lambda model: (
+            model.captures_tower
+            and not (model.backbone.graphs and find_runner(model.config) == "v2")
+        ),
+        "encoder graphs would hand on all tokens of an image, under model runner V1 and of "
+        "models that do not replay them before pruning",
     ),
     "bound of encoder steps": _refuse_mode(
         "--ec-manager-config encoder_cache_manager_cls",
@@ -364,6 +381,12 @@ _HIDING_MODES = (
         _INSIDE_THE_TOWER,
         _splits_images,
         "a rank encodes some images, and the state reads the vision tower of all of them",
+    ),
+    _HidingMode(
+        _GRAPHS,
+        _INSIDE_THE_TOWER,
+        lambda model: model.captures_tower,
+        "the state reads the inside of the vision tower, which a replayed graph does not show",
     ),
     _HidingMode(
         "--compilation-config compile_mm_encoder",

@@ -211,6 +211,27 @@ def test_a_mode_is_refused_only_for_states_that_read_what_it_hides(
     assert not resolved.needs & hidden, "states of requests cannot read it either"
 
 
+def test_graphs_of_the_tower_are_captured_where_they_are_replayed_before_pruning() -> (
+    None
+):
+    qwen = "Qwen2_5_VLForConditionalGeneration"
+
+    def captured(architecture: str, v2: bool) -> Any:
+        config = changed(
+            "compilation", architecture=architecture, cudagraph_mm_encoder=True
+        )
+        config.use_v2_model_runner = v2
+        return config
+
+    flag = "--compilation-config cudagraph_mm_encoder"
+    resolved = _resolve_settings(base("divprune"), captured(qwen, True))
+    hidden = dict(resolved.capabilities.unavailable)
+    assert hidden["cls_attention"].startswith(flag)
+    assert flag in places(base("visionzip"), captured(qwen, True))
+    assert places(base("divprune"), captured(qwen, False)) == [flag]
+    assert places(base("divprune"), captured(LLAVA, True)) == [flag]
+
+
 def test_without_a_language_model_no_text_stands_between_tokens() -> None:
     """Videos are left whole; images that hold text are refused."""
     name = "InternVLForConditionalGeneration"

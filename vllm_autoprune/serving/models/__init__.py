@@ -96,6 +96,8 @@ class Backbone:
     """Why no cell of an image can be dropped before the tower; empty if cells can be dropped."""
     videos: bool = False
     """Whether tokens of videos can be chosen; otherwise videos are served as in stock vLLM."""
+    graphs: bool = False
+    """Whether the vision side can replay CUDA graphs of the tower."""
     packed: str = ""
     """Why kept tokens can only stand one after the other; empty if they can keep their places."""
     embeds_text: bool = False
@@ -285,9 +287,15 @@ BACKBONES: dict[str, Backbone] = {
     for row in (
         _LlavaBackbone("llava", "llava", "LlavaForConditionalGeneration"),
         _LlavaBackbone("llava_next", "llava", "LlavaNextForConditionalGeneration"),
-        _qwen("qwen2_vl", "Qwen2VLForConditionalGeneration", videos=True),
-        _qwen("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", _FULL, videos=True),
-        _qwen("qwen3_vl", "Qwen3VLForConditionalGeneration", **_NAMED),
+        _qwen("qwen2_vl", "Qwen2VLForConditionalGeneration", videos=True, graphs=True),
+        _qwen(
+            "qwen2_5_vl",
+            "Qwen2_5_VLForConditionalGeneration",
+            _FULL,
+            videos=True,
+            graphs=True,
+        ),
+        _qwen("qwen3_vl", "Qwen3VLForConditionalGeneration", graphs=True, **_NAMED),
         _qwen("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", **_NAMED),
         _qwen("qwen3_5", "Qwen3_5ForConditionalGeneration", **_NAMED),
         _qwen("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", **_NAMED),

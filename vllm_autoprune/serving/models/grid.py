@@ -123,6 +123,8 @@ class GridVision(GridLayout):
     ) -> Sequence[Tensor]:
         """Rows ``(N, D)`` of each image in raster order, as the stock model makes them."""
         inputs = {"pixel_values": pixels, self.grids: grids}
+        if self.graphs is not None and self.graphs.is_captured():
+            return self.graphs.execute(inputs)
         checked = self._model._parse_and_validate_image_input(**inputs)
         rows: Sequence[Tensor] = self._model._process_image_input(checked)
         return rows

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 from vllm.model_executor.models.interfaces import SupportsMultiModal
+from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
 
 from vllm_autoprune.serving.compat import depends_on
@@ -44,6 +45,23 @@ _FEATURES = "autoprune_features"
 
 
 @depends_on(
+    "vllm.v1.worker.encoder_cudagraph:EncoderCudaGraphManager",
+    "execute",
+    "is_captured",
+    "supports_modality",
+)
+class TowerGraphs(EncoderCudaGraphManager):
+    """Captured graphs of the vision tower, which the vision side replays before it prunes."""
+
+    def __init__(self, stock: EncoderCudaGraphManager) -> None:
+        self.__dict__.update(stock.__dict__)
+
+    def supports_modality(self, modality: str) -> bool:
+        """Whether vLLM replays a graph itself: never, for it would hand on all tokens."""
+        return False
+
+
+@depends_on(
     "vllm.v1.worker.gpu.mm.encoder_runner:EncoderRunner",
     "execute_mm_encoder",
     "profile_encoder_cache",
@@ -54,10 +72,15 @@ class BoundedEncoder(EncoderRunner):
     """vLLM's encoder runner, with encoder calls and memory profiling of a pruned model."""
 
     model: _PrunedModel
+    cudagraph_manager: EncoderCudaGraphManager | None
 
     def __init__(self, stock: EncoderRunner) -> None:
         # Its buffers are taken over, not allocated a second time.
         self.__dict__.update(stock.__dict__)
+        if self.cudagraph_manager is not None:
+            graphs = TowerGraphs(self.cudagraph_manager)
+            self.cudagraph_manager = graphs
+            self.model.autoprune.graphs = graphs
 
     def execute_mm_encoder(
         self, mm_kwargs: list[tuple[str, MultiModalKwargsItem]]

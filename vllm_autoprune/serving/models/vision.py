@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 from vllm.model_executor.models.interfaces import SupportsMultiModal
@@ -35,6 +35,9 @@ from vllm_autoprune.serving.worker.tower_hooks import (
     Merger,
     QueriesAndKeys,
 )
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
 EncoderInputs = Mapping[str, Tensor | list[Tensor]]
 """Arguments of one call of ``embed_multimodal``."""
@@ -73,6 +76,7 @@ class Vision(ABC):
         self.cache = TensorCache[ImageFeatures](served.cache_bytes)
         self.indices = IndexCache()
         self.runs = 0
+        self.graphs: EncoderCudaGraphManager | None = None
         self._model = model
         self._relevance: RelevanceSpace | None = None
         # Hooks that read the tower's calls while `recording`, for states that need it.
