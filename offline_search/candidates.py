@@ -27,7 +27,7 @@ from offline_search.search_space import excluded_atoms
 from offline_search.settings import MAX_QUOTA, Settings
 from vllm_autoprune.errors import Problem, StateError
 from vllm_autoprune.record_file import FrozenModel
-from vllm_autoprune.tpdsl.atoms.pools import PartitionCall, PoolCall
+from vllm_autoprune.tpdsl.atoms.pools import PartitionCall, PoolCall, SourceCall
 from vllm_autoprune.tpdsl.atoms.source import FIXED_BUDGETS, BudgetCall
 from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, Group
@@ -43,7 +43,7 @@ tied, ``last`` in the last round, and ``open`` otherwise."""
 PURPOSES: Mapping[str, str] = {
     "exploit": "the best candidate with other numbers",
     "ablate": "a candidate without one of its parts, or with that part replaced by a simpler one",
-    "explore": "a structure (the names of all atoms, whatever their numbers) that is not listed",
+    "explore": "a structure that is not listed",
     "combine": "parts of two or more candidates",
     "worst_category": "a change for the category with the largest share of the loss",
 }
@@ -239,6 +239,8 @@ def _offer_names(problem: Problem, settings: Settings) -> Problem:
     kinds = [kind for part, kind in _KINDS.items() if problem.where.startswith(part)]
     if problem.kind != "unknown_name" or not kinds:
         return problem
+    if "/sources/" in problem.where:
+        kinds = [("candidate_pool", SourceCall)]
     left_out = excluded_atoms(settings)
     names = [name for name in ATOMS.of_kind(*kinds[0]) if name not in left_out]
     if any(repr(name) in problem.fix for name in names):

@@ -182,7 +182,7 @@ class PairedDifference:
             error = f"{self.mean.error:.{decimals}f}"
         verdict = WORDS[self.mean.judge(resolution)]
         return (
-            f"{self.mean.value:+.{decimals}f} ± {error}, {verdict} "
+            f"{self.mean.value:+z.{decimals}f} ± {error}, {verdict} "
             f"(of {self.questions}, {self.rises} up, {self.falls} down)"
         )
 

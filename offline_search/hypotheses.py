@@ -18,7 +18,7 @@ _MAX_CHARACTERS = 5000
 _MAX_CHANGES = 120
 """Number of characters of the changes of a parent that are printed with a hypothesis."""
 
-_ROOM_OF_COUNT = 50
+ROOM_OF_COUNT = 50
 """Room for the number of hypotheses that are not listed."""
 
 _TITLE = (
@@ -70,14 +70,8 @@ class Hypotheses:
 
         return {trial.name: outcomes[trial.name] for trial in sorted(tested, key=rank)}
 
-    def measure(self) -> int:
-        """Largest number of characters of the lines: as if all candidates were printed."""
-        names = [BASE_PARENT, *(trial.name for trial in self.history.trials)]
-        lines = self.describe(names, _MAX_CHARACTERS)
-        return sum(len(line) + 1 for line in lines) + _ROOM_OF_COUNT
-
     def describe(self, printed: Collection[str], room: int) -> Iterator[str]:
-        """One line for each hypothesis that fits into ``room`` characters.
+        """One line for each hypothesis that fits into ``room`` characters, and into 5,000.
 
         A hypothesis of an earlier round is left out if nothing says what it changed: its candidate
         is not among those ``printed``, and its change is long.
@@ -85,7 +79,7 @@ class Hypotheses:
         if not self._outcomes:
             return
         yield _TITLE
-        room -= len(_TITLE) + _ROOM_OF_COUNT
+        room = min(room, _MAX_CHARACTERS) - len(_TITLE) - ROOM_OF_COUNT
         listed = 0
         for name, outcome in self._outcomes.items():
             trial = self.history.find(name)
@@ -124,25 +118,24 @@ class Hypotheses:
         history = self.history
         hypothesis = trial.proposal.hypothesis
         assert hypothesis is not None
-        parent = _parent_of(trial)
         measured = history.find_measured(trial.name)
-        reference = history.find_measured(parent)
+        reference = history.find_measured(_parent_of(trial))
         if measured is None or history.estimate(measured) is None:
             result = trial.result
             return _Outcome(f"not measured, {result.status}: {result.reason[:100]}")
         if reference is None or reference.values is None:
-            return _Outcome("untested, the parent was not measured")
+            return _Outcome("the parent was not measured: untested")
         if measured is reference:
-            kept = f"it keeps the tokens of {parent}"
+            kept = "the tokens and rows of its parent"
             if hypothesis.expect == "same":
-                return _Outcome(f"confirmed, {kept}", "confirmed")
-            return _Outcome(f"untested, {kept}")
+                return _Outcome(f"{kept}: confirmed", "confirmed")
+            return _Outcome(f"{kept}: untested")
         gap = history.compare_paired(measured, reference)
         text = gap.describe(self.decimals, self.resolution)
         if not gap.questions:
             return _Outcome(text)
         if gap.mean.value == gap.mean.error == 0 and hypothesis.expect != "same":
-            return _Outcome(f"{text}: untested, no answer changed")
+            return _Outcome(f"{text}: untested")
         found = gap.mean.judge(self.resolution)
         if found == "undecided":
             return _Outcome(text)

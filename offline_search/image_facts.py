@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from offline_search.settings import Space
 from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.atoms.pools import MAX_POOL_RATIO
 from vllm_autoprune.tpdsl.tokens import VisualTokens
@@ -31,6 +32,8 @@ class ImageFacts:
     """Sign of the cosine that means relevance."""
     segments: int | None = None
     """Largest number of text segments of a question."""
+    has_wide_words: bool | None = None
+    """Whether the language model's embeddings of words are as wide as the tokens' features."""
     relevance: Interval | None = None
     """5 and 95 % quantiles of the cosines between tokens and questions."""
     cosines: Interval | None = None
@@ -47,6 +50,10 @@ class ImageFacts:
             cosines = torch.cat([text.cosines.flatten() for text in instructions])
             relevance = _quantiles(cosines.numpy())
         grids = {f"{t.grid.tiles} x {t.grid.height} x {t.grid.width}" for t in probes}
+        words = probes[0].words
+        has_wide_words = None
+        if words is not None:
+            has_wide_words = words.embeddings.shape[2] == probes[0].features.shape[2]
         spread = np.mean([_quantiles(t.cosine.numpy()) for t in probes], axis=0)
         return cls(
             counts=tuple(sorted({tokens.count for tokens in probes})),
@@ -54,30 +61,28 @@ class ImageFacts:
             has_cls=probes[0].cls_attention is not None,
             sign=sign,
             segments=segments,
+            has_wide_words=has_wide_words,
             relevance=relevance,
             cosines=(float(spread[0]), float(spread[1])),
         )
 
-    def describe(self, kept: int) -> str:
-        """The facts in sentences; ``kept`` is K for the smallest image."""
+    def describe(self, kept: int, space: Space = "all") -> str:
+        """The facts in sentences; ``kept`` is K for the smallest image.
+
+        A smaller ``space`` has no size of a pool, and no signal that reads the question or [CLS].
+        """
         smallest = self.counts[0]
         largest = self.counts[-1]
         tokens = (
             f"N = {smallest}" if smallest == largest else f"{smallest} to {largest}"
         )
-        sentences = [
-            f"An image has {tokens} tokens.",
-            _describe_pools(largest, kept),
-        ]
+        sentences = [f"An image has {tokens} tokens."]
         if self.grids:
             shown = ", ".join(self.grids[:_SHOWN_GRIDS])
-            sentences.insert(1, f"Tiles x rows x columns are {shown}.")
-        if self.has_cls is not None:
-            sentences.append(f"There is {'a' if self.has_cls else 'no'} [CLS] token.")
-        if self.sign is not None:
-            sentences.append(f'The sign "auto" is "{"+" if self.sign > 0 else "-"}".')
-        if self.segments is not None:
-            sentences.append(f"Text segments of a question: {self.segments} at most.")
+            sentences.append(f"Tiles x rows x columns are {shown}.")
+        if space == "all":
+            sentences.append(_describe_pools(largest, kept))
+            sentences += self._list_inputs()
         ranges = {"tokens and question": self.relevance, "tokens": self.cosines}
         for between, interval in ranges.items():
             if interval is not None:
@@ -86,6 +91,18 @@ class ImageFacts:
                     f"Cosines between {between} are {low:.2f} to {high:.2f} (5 to 95 %)."
                 )
         return " ".join(sentences)
+
+    def _list_inputs(self) -> Iterator[str]:
+        """Sentences on what signals read besides features."""
+        if self.has_cls is not None:
+            yield f"There is {'a' if self.has_cls else 'no'} [CLS] token."
+        if self.sign is not None:
+            yield f'The sign "auto" is "{"+" if self.sign > 0 else "-"}".'
+        if self.segments is not None:
+            yield f"Text segments of a question: {self.segments} at most."
+        if self.has_wide_words is not None:
+            are = "are" if self.has_wide_words else "are not"
+            yield f"Embeddings of words {are} as wide as the tokens' features."
 
 
 def _describe_pools(tokens: int, kept: int) -> str:

@@ -93,16 +93,36 @@ def describe_field(requested: int, proposed: int, others: Sequence[Draft]) -> st
 
 
 def _describe_starts(drafts: Sequence[Draft]) -> str:
-    """The signals of the policies that every search starts with, together and alone."""
-    signals = {
-        tuple(call.atom for call in draft.state.scoring.signals): None
-        for draft in drafts
-        if draft.origin == "warm start" and draft.state is not None
-    }
-    texts = [f"of {', '.join(names)} together" for names in signals if len(names) > 1]
-    if alone := [names[0] for names in signals if len(names) == 1]:
-        texts.append(f"of one signal alone: {', '.join(alone)}")
-    return "; ".join(texts)
+    """The policies that every search starts with: those of several signals, and of each alone."""
+    quotas: dict[tuple[tuple[str, ...], str], dict[str, None]] = {}
+    for draft in drafts:
+        if draft.origin != "warm start" or draft.state is None:
+            continue
+        scoring = draft.state.scoring
+        constraints = draft.state.constraints
+        signals = tuple(call.atom for call in scoring.signals)
+        calls = (
+            scoring.fusion,
+            *constraints.pool,
+            constraints.selector,
+            draft.state.reassembly,
+        )
+        others = ", ".join(call.atom for call in calls)
+        quota = dict(constraints.selector).get("q_e", 0)
+        quotas.setdefault((signals, others), {})[str(quota)] = None
+    together: list[str] = []
+    alone: dict[str, list[str]] = {}
+    for (signals, others), values in quotas.items():
+        ending = f"with {others} at q_e {' and '.join(values)}"
+        if len(signals) > 1:
+            together.append(f"of {', '.join(signals)} together, {ending}")
+        else:
+            alone.setdefault(ending, []).extend(signals)
+    texts = [
+        f"of one signal alone: {', '.join(signals)}, {ending}"
+        for ending, signals in alone.items()
+    ]
+    return "; ".join([*together, *texts])
 
 
 def proposal_prompt(

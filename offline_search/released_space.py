@@ -278,14 +278,16 @@ def _describe_released(call: AtomCall, ranges: Mapping[str, str]) -> str:
     parameters: list[str] = []
     for name, value in call:
         parameter = type(call).model_fields[name]
+        # Of a number, what null would mean is not said, because it is refused.
+        meaning = str(parameter.description).partition("; null:")[0]
         if name in ranges:
-            parameters.append(f"{name} {ranges[name]} ({parameter.description})")
+            parameters.append(f"{name} {ranges[name]} ({meaning})")
         elif name == "q_e" or (
             name not in ("atom", "weight") and value != parameter.default
         ):
             fixed = f"{name} is fixed at {json.dumps(value)}"
             if isinstance(value, int | float) and not isinstance(value, bool):
-                fixed += f" ({parameter.description})"
+                fixed += f" ({meaning})"
             parameters.append(fixed)
     text = f"- {call.atom}: {ATOMS.describe(call)}"
     return f"{text} {'; '.join(parameters)}" if parameters else text

@@ -178,9 +178,7 @@ class RoundEvaluator:
                 values = history.values_of(leader)
                 assert values is not None, "a leader was measured"
                 values = values[self._block][:stop]
-                self._drop_losers(
-                    candidates, leader, values, history.resolution, divisor
-                )
+                self._drop_losers(candidates, values, history.resolution, divisor)
             start = stop
         self._forget_failures(candidates)
         trials = [self._finish(candidate) for candidate in candidates]
@@ -408,14 +406,13 @@ class RoundEvaluator:
     def _drop_losers(
         self,
         candidates: Sequence[_Candidate],
-        leader: str,
         reference: Floats,
         resolution: float,
         divisor: int,
     ) -> None:
         """Drop candidates that are clearly worse than the leader or tied with it, and weak ones.
 
-        ``reference`` has the values of ``leader``. Of the candidates that are neither, one in
+        ``reference`` has the leader's values. Of the candidates that are neither, one in
         ``divisor`` goes on, the best first.
         """
         questions = self._questions[: len(reference)]
@@ -425,7 +422,7 @@ class RoundEvaluator:
             gap = compare(questions, values, reference)
             decimals = count_decimals(gap.error)
             details = (
-                f"{leader}, the leader before the round, {gap.value:+.{decimals}f} ± "
+                f"the leader before the round, {gap.value:+z.{decimals}f} ± "
                 f"{gap.error:.{decimals}f} on the same {len(reference)} questions"
             )
             reason = ""

@@ -101,12 +101,12 @@ class EvaluationBudget:
                     "Another follows, unless several in a row found nothing better."
                 )
         cost = f"A candidate is asked {self.questions} questions in its round"
-        if self.is_fresh:
-            asked = "leaders"
+        if self.is_fresh and number > 1:
+            asked = "earlier candidates that lead"
             if settings.proposals_per_reply > 1:
-                asked += " and parents of its candidates"
+                asked += " and of parents of its candidates"
             cost = (
-                "Its questions, others than those of the round before, are asked of earlier "
+                "Its questions, others than those of the round before, are asked of "
                 f"{asked} too. {cost}"
             )
         if settings.races:

@@ -93,7 +93,7 @@ class Search:
         self._facts = ""
         if settings.proposer and facts is not None:
             kept = BudgetCall.parse(settings.budgets[0]).tokens_kept(facts.counts[0])
-            self._facts = f"{facts.describe(kept)}\n\n"
+            self._facts = f"{facts.describe(kept, settings.space)}\n\n"
         self._rounds = RoundEvaluator(
             settings, ledger, self._evaluator, examples, probes
         )

@@ -21,7 +21,7 @@ from offline_search.candidates import BASE_PARENT
 from offline_search.components import compact_json, describe_changes, dump_json
 from offline_search.differences import MINIMUM_IMAGES, SMALLEST_CHANGE
 from offline_search.history import History, Trial
-from offline_search.hypotheses import Hypotheses
+from offline_search.hypotheses import ROOM_OF_COUNT, Hypotheses
 from vllm_autoprune.tpdsl.state import PruningState
 
 MAX_SUMMARY = 20_000
@@ -44,19 +44,26 @@ _MAX_FAILURES = 3
 _MAX_REASON = 160
 """Number of characters of the reason of a failure."""
 
+_MAX_FIRST = 3
+"""Number of best candidates, of different structures, that are printed before all others."""
+
 _CANDIDATES = (
     "Candidates: score, on how many questions{dropped}; differences to {references}; by category "
     "the mean of its answers less that of base on the same questions, where it was asked {minimum} "
-    "or more{exchanges}; policy."
+    "or more{exchanges}; policy, whole or as changes of another."
 )
 _EXCHANGES = (
-    "; tokens that it exchanges; means over images of the lowest quality of a reference token and "
-    "of the highest of another, before the exchange"
+    "; means over a few images of the number of tokens that it exchanges, and of the lowest "
+    "quality of a reference token and the highest of another, before the exchange"
 )
 _BEST = "The best of each structure, of candidates that were asked all questions of their round:"
 _LATEST = "Others of the last round:"
 _NAMED = "Others that these name:"
 _EARLIER = "Others of earlier rounds:"
+
+_UNLISTED = (
+    "Not listed: {} that were measured, {} with tokens and rows of measured ones."
+)
 
 
 def summarize(history: History) -> str:
@@ -106,13 +113,20 @@ class _Summary:
         head = [*self._describe_questions(), *self._describe_trend()]
         ties = [*self._describe_ties()]
         failures = [*self._describe_failures()]
-        hypotheses = Hypotheses(self.history, self.decimals, self.resolution)
-        room = hypotheses.measure()
-        used = sum(len(line) + 1 for line in (*head, *ties, *failures)) + room
-        printed = {self.history.base.name: self.history.base}
-        candidates = [*self._list_candidates(MAX_SUMMARY - used, printed)]
-        tests = [*hypotheses.describe(printed, room)]
-        return "\n".join([*head, *candidates, *ties, *tests, *failures])
+        tests = Hypotheses(self.history, self.decimals, self.resolution)
+        room = MAX_SUMMARY - _count_characters([*head, *ties, *failures])
+        # As if all candidates were printed, which is the longest list of hypotheses.
+        names = [BASE_PARENT, *(trial.name for trial in self.history.trials)]
+        hypotheses = [*tests.describe(names, room)]
+        candidates: list[str] = []
+        # The second time, candidates have the room of the hypotheses that were left out.
+        for _ in range(2):
+            printed = {self.history.base.name: self.history.base}
+            reserved = _count_characters(hypotheses) + ROOM_OF_COUNT
+            candidates = [*self._list_candidates(room - reserved, printed)]
+            free = room - _count_characters(candidates)
+            hypotheses = [*tests.describe(printed, free)]
+        return "\n".join([*head, *candidates, *ties, *hypotheses, *failures])
 
     def _describe_questions(self) -> Iterator[str]:
         """Number of questions, resolution, the base policy's score, and the categories."""
@@ -144,13 +158,14 @@ class _Summary:
         if leader is not history.base:
             columns += f", score of {leader.name}"
         yield (
-            f"Category: questions, {columns}, share of the loss of {leader.name}; the question "
-            "that it loses most at, and its score there, or an example where it loses at none:"
+            f"Category: questions, {columns}, share of the loss of {leader.name}; of the questions "
+            "that it was asked the one that it loses most at, and its score there, or an example "
+            "where it loses at none:"
         )
         counts = history.count_categories()
         base = history.by_category(history.base)
         means = history.by_category(leader)
-        total = sum(self._losses.values())
+        total = sum(min(loss, 0.0) for loss in self._losses.values())
         for name in self.categories:
             figures = [str(counts[name]), self._format_score(base[name].estimate)]
             if leader is not history.base:
@@ -158,12 +173,13 @@ class _Summary:
                 figures.append(
                     self._format_score(mean.estimate) if mean else "not asked"
                 )
-            share = self._losses[name] / total if total else 0.0
+            share = min(self._losses[name], 0.0) / total if total else 0.0
             figures.append(f"{round(100 * share)}%")
             yield f"- {name}: {', '.join(figures)}; {self._find_question(name)}"
         others = [name for name in counts if name not in self.categories]
         if others:
-            share = sum(self._losses[name] for name in others) / total if total else 0.0
+            lost = sum(min(self._losses[name], 0.0) for name in others)
+            share = lost / total if total else 0.0
             questions = sum(counts[name] for name in others)
             yield f"- {len(others)} others: {questions} questions, {round(100 * share)}%"
 
@@ -189,30 +205,36 @@ class _Summary:
     def _describe_trend(self) -> Iterator[str]:
         """Scores of the candidates of the last rounds, from the second round on."""
         rounds: dict[int, list[float]] = {}
+        best: dict[int, float] = {}
         for trial in self.history.trials:
             score = self.history.estimate(trial)
-            if score is not None:
-                rounds.setdefault(trial.proposal.round, []).append(score)
+            if score is None:
+                continue
+            number = trial.proposal.round
+            rounds.setdefault(number, []).append(score)
+            if trial.result.status == "evaluated":
+                best[number] = max(score, best.get(number, score))
         if len(rounds) > 1:
             scores = [
-                f"{number}: {self._format_score(max(values))}, "
+                f"{number}: {self._format_score(best[number]) if number in best else 'none'}, "
                 f"{self._format_score(median(values))}"
                 for number, values in rounds.items()
             ]
             yield (
-                "Best and median score of each round's candidates, as estimated now: "
+                "Best score of the candidates that each round asked all its questions, and median "
+                f"score of all that it measured, as estimated now: "
                 f"{'; '.join(scores[-_MAX_ROUNDS:])}."
             )
 
     def _rank_candidates(self) -> Iterator[tuple[str, Trial]]:
         """Candidates with the titles of their sections, in order of how much they tell.
 
-        The leader; what the model proposed last, and what that names; the best of each structure;
-        the others of the last round, then those of earlier rounds, by their scores.
+        The best of a few structures; what the model proposed last, and what that names; the best of
+        each structure; the others of the last round, then those of earlier rounds, by their scores.
         """
         history = self.history
         best = history.ranked_structures()[:_MAX_BEST]
-        yield from ((_BEST, trial) for trial in best if trial is self.leader)
+        yield from ((_BEST, trial) for trial in best[:_MAX_FIRST])
         names_of_best = [trial.name for trial in best]
         latest = history.latest()
         tested = [trial for trial in latest if trial.proposal.hypothesis]
@@ -249,8 +271,8 @@ class _Summary:
         """
         history = self.history
         header = self._describe_columns()
-        counted = "{} more candidates were measured and are not listed."
-        room -= sum(map(len, (header, _BEST, _LATEST, _NAMED, _EARLIER, counted))) + 20
+        texts = (header, _BEST, _LATEST, _NAMED, _EARLIER, _UNLISTED)
+        room -= sum(map(len, texts)) + 20
         sections: dict[str, list[str]] = {
             title: [] for title in (_BEST, _LATEST, _NAMED, _EARLIER)
         }
@@ -268,16 +290,20 @@ class _Summary:
             if lines:
                 yield title
                 yield from lines
-        measured = [trial for trial in history.trials if trial.values is not None]
-        unlisted = sum(trial.name not in printed for trial in measured)
-        if unlisted:
-            yield counted.format(unlisted)
+        unlisted = [trial for trial in history.trials if trial.name not in printed]
+        measured = sum(trial.values is not None for trial in unlisted)
+        repeated = sum(trial.result.status == "same" for trial in unlisted)
+        if measured or repeated:
+            yield _UNLISTED.format(measured, repeated)
 
     def _describe_columns(self) -> str:
         """What the line of a candidate has, in order."""
         text = BASE_PARENT
         if self.leader is not self.history.base:
-            text = f"{self.leader.name}, which leads, and {BASE_PARENT}"
+            text = (
+                f"{self.leader.name}, which leads, where questions were asked of both, and "
+                f"{BASE_PARENT}"
+            )
         trials = self.history.trials
         probed = any(trial.exchanges is not None for trial in trials)
         dropped = any(trial.result.status == "dropped" for trial in trials)
@@ -340,7 +366,8 @@ class _Summary:
             if not state.reads_quality:
                 yield "signals and fusion act on nothing: neither pool nor selector reads quality"
         if state.reassembly.idle:
-            yield "reassembly changes no row"
+            sorts = state.reassembly.atom.endswith((".score", ".pick"))
+            yield f"reassembly changes {'the order of rows alone' if sorts else 'no row'}"
 
     def _describe_policy(self, trial: Trial, printed: Mapping[str, Trial]) -> str:
         """The candidate as changes of a parent that is printed, or as a whole."""
@@ -362,12 +389,21 @@ class _Summary:
 
     def _describe_ties(self) -> Iterator[str]:
         """The candidates that may score as high as the leader."""
-        tied = self.history.tied() if self.history.resolution else []
+        history = self.history
+        leader = self.leader
+        tied: list[str] = []
+        for trial in history.ranked_structures() if history.resolution else []:
+            gap = history.compare_paired(trial, leader)
+            verdict = gap.mean.judge(self.resolution)
+            if not gap.questions:
+                verdict = history.compare(trial, leader).judge(self.resolution)
+            if trial is not leader and verdict in ("same", "undecided"):
+                tied.append(trial.name)
         if tied:
-            names = ", ".join(trial.name for trial in tied[:_MAX_BEST])
             yield (
-                f"Of the best of each structure, these are *same* or *undecided* to "
-                f"{self.leader.name} by their scores, for all questions: {names}."
+                f"Of the best of each structure, these are *same* or *undecided* to {leader.name}, "
+                "by their scores where no question was asked of both: "
+                f"{', '.join(tied[:_MAX_BEST])}."
             )
 
     def _describe_failures(self) -> Iterator[str]:
@@ -384,7 +420,12 @@ class _Summary:
 
     def _format_score(self, score: float | None) -> str:
         """A score with the decimals that the errors of differences support."""
-        return "not measured" if score is None else f"{score:+.{self.decimals}f}"
+        return "not measured" if score is None else f"{score:+z.{self.decimals}f}"
+
+
+def _count_characters(lines: Sequence[str]) -> int:
+    """Number of characters of lines with their line breaks."""
+    return sum(len(line) + 1 for line in lines)
 
 
 def _is_idle(state: PruningState) -> bool:

@@ -34,13 +34,15 @@ from vllm_autoprune.tpdsl.tokens import Positions
 _STEPS = """A policy starts from the K tokens that the base policy picks, in an order: the \
 reference selection. It refines them in four steps:
 1. Scoring: signals are min-max normalised in each image, to 0 to 1; the fusion makes of them the \
-quality of each token. No weight is negative; only instruction_guided_visual_relevance has a sign.
+quality of each token.{signs}
 2. Pool: tokens that may enter, of those outside the reference selection.
 3. Selector: exchanges reference tokens for tokens of the pool{quota}.
-4. Reassembly: computes the rows that the language model reads of the kept tokens, from the \
-discarded tokens that are assigned to each, its group, and their order. A reference token that is \
-kept begins with the row that the base policy makes of it, any other with the vision tower's. Kept \
-tokens stand {positions}."""
+4. Reassembly: computes the row that the language model reads of each kept token, from the \
+discarded tokens that are assigned to it, its group, and puts the rows in an order. A reference \
+token that is kept begins with the row that the base policy makes of it, any other with the vision \
+tower's. Kept tokens stand {positions}."""
+
+_SIGNS = " No weight is negative; only instruction_guided_visual_relevance has a sign."
 
 _PLACES: Mapping[Positions, str] = {
     "true": "where they stood in the whole image, whatever the order of rows",
@@ -60,6 +62,8 @@ quality_topk_selector.
 - The kernel is read by reference_residual_exchange_selector where lam is set, by \
 anchor_controlled_pool_dpp_selector and by constrained_pool_dpp_selector. With others leave it out.
 - Where nothing is exchanged, only reassembly acts; the order score reads quality there too."""
+
+_TILES = 'Where an atom says "tile or image", it compares tokens of a tile.'
 
 _EQUAL_SIGNALS = (
     "In an image of one tile redundancy_density_penalty with m null is "
@@ -98,17 +102,19 @@ _OBJECTIVES: Mapping[Objective, str] = {
 def describe_task(settings: Settings) -> str:
     """The constant part of all prompts: the goal, the language, and how policies are scored."""
     quota = ", at most q_e of them"
+    signs = ""
     if settings.space == "all":
         language = _describe_language(settings)
         quota += "; quality_topk_selector has no q_e"
+        signs = _SIGNS
     else:
-        language = describe_space(settings)
+        language = f"{describe_space(settings)}\n\n{_TILES}"
     resolution = _RESOLUTION.format(rounds=settings.rounds)
     if settings.resolution:
         resolution = f"{settings.resolution:g}, the smallest difference that counts"
     parts = (
         _describe_goal(settings),
-        _STEPS.format(quota=quota, positions=_PLACES[settings.positions]),
+        _STEPS.format(quota=quota, signs=signs, positions=_PLACES[settings.positions]),
         _SCORES.format(
             score=_OBJECTIVES[settings.objective],
             smallest=SMALLEST_CHANGE,
@@ -127,7 +133,7 @@ def _describe_language(settings: Settings) -> str:
     notes = [_WHAT_READS_WHAT]
     if settings.library != "paper":
         left_out |= {"r_min"}  # it follows from q_e
-        notes.append(_EQUAL_SIGNALS)
+        notes += [_TILES, _EQUAL_SIGNALS]
     atoms = render_language(searched_components(settings), left_out, quota)
     return "\n\n".join(("These atoms can be used:", atoms.strip(), *notes))
 
@@ -145,11 +151,12 @@ begins with
 - "purpose", one of
 {purposes}
 - "hypothesis", a sentence of at most {MAX_HYPOTHESIS} characters: what the change does, and why
-- "parent", the name of the candidate that is changed, or "{BASE_PARENT}" for the base policy alone
+- "parent", the name of the earlier candidate that is changed, of several the one to compare with, \
+or "{BASE_PARENT}" for the base policy alone; an unknown name counts as the best candidate
 - "expect", the verdict on the difference to the parent: "higher", "same" or "lower"
 
-A hypothesis is confirmed where the verdict is as expected, and refuted where it is another; where \
-it is undecided, so is the hypothesis."""
+A hypothesis is confirmed where the verdict is as expected, and else refuted; undecided where the \
+verdict is; and untested where a change was expected and no answer changed."""
 
 
 def dump_policy(state: PruningState, settings: Settings) -> str:
@@ -163,7 +170,8 @@ def _describe_goal(settings: Settings) -> str:
     policy = BASE_POLICIES[settings.base_policy]
     goal = (
         f"You design a policy that decides which K = {budget} of the N visual tokens of an image a "
-        "vision-language model keeps for a question, the instruction. A candidate is a policy. "
+        "vision-language model keeps for a question, the instruction. A candidate is a policy; its "
+        "structure is the names of all its atoms, whatever their parameters. "
     )
     if len(settings.budgets) > 1:
         others = ", ".join(map(str, settings.budgets[1:]))
@@ -186,10 +194,13 @@ def _describe_goal(settings: Settings) -> str:
             f"{goal} The atoms below cannot express it: policies start from its picks, and one "
             "that exchanges nothing and changes no row is the base policy alone."
         )
-    return (
-        f"{goal} Written in the atoms below, with the same picks in an image of one tile, it is "
+    goal += (
+        " Written in the atoms below, with the same picks in an image of one tile, it is "
         f"{dump_policy(written, settings)}"
     )
+    if not written.reads_quality:
+        goal += " (its signals and fusion act on nothing)"
+    return goal
 
 
 def _describe_form(settings: Settings) -> str:
@@ -209,7 +220,7 @@ def _describe_form(settings: Settings) -> str:
     form = f"A policy is one JSON object: {{{', '.join(fields)}}}"
     if settings.library == "paper":
         form += (
-            ' "source", "budget" and "safety" may be added; '
+            '\n"source", "budget" and "safety" may be added; '
             f"K is {settings.budgets[0]}, whatever the budget."
         )
     return form

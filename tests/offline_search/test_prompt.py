@@ -41,6 +41,7 @@ from offline_search.summary import summarize
 from offline_search.task import describe_task, dump_policy
 from tests.offline_search.synthetic import (
     BUDGET,
+    ScriptedProposer,
     Searches,
     list_reply,
     settings_of,
@@ -155,7 +156,8 @@ def test_a_task_names_the_kernels_that_it_offers() -> None:
 async def test_a_drop_has_the_figure_behind_it(search: Searches) -> None:
     """In the first round the leader before it is the base policy."""
     replies = [list_reply(3 * number, 3) for number in range(9)]
-    await search(replies, strategy="autoprune+", rounds=2, proposals_per_reply=3)
+    proposer = ScriptedProposer(replies, in_order=True)
+    await search(proposer, strategy="autoprune+", rounds=2, proposals_per_reply=3)
     answers: dict[str, list[float]] = {}
     for record in search.records(EvaluationRecord):
         if record.split == "search":
@@ -170,7 +172,9 @@ async def test_a_drop_has_the_figure_behind_it(search: Searches) -> None:
             float(np.mean(answers[digest][: result.examples]))
             for digest in (digests[result.name], base)
         )
-        behind = re.search(r"behind base, the .* round, ([+-][\d.]+) ± ", result.reason)
+        behind = re.search(
+            r"behind the leader before the round, ([+-][\d.]+) ± ", result.reason
+        )
         outranked = re.search(r"outranked, at place (\d) of 9$", result.reason)
         if behind:
             assert float(behind[1]) == pytest.approx(mean - of_base, abs=0.0051)
@@ -215,7 +219,12 @@ async def test_a_prompt_says_who_else_competes(
     starts = "that every search starts with (of instruction_guided_visual_relevance, "
     alone = "; of one signal alone: instruction_guided_visual_relevance, "
     prompt = firsts[0][1]["content"]
-    assert (starts in prompt and alone in prompt) == (strategy == "autoprune+")
+    others = (
+        "with weighted_sum_fusion, quality_pool_builder, reference_residual_exchange_selector, "
+        "mean_residual at q_e 8)"
+    )
+    told = [text in prompt for text in (starts, alone, others)]
+    assert told == [strategy == "autoprune+"] * 3
 
 
 # ---- no contradiction ----
@@ -273,16 +282,39 @@ def read_problems(prompt: str) -> list[str]:
                 problems.append(f"categories contradict the score: {line[:80]}")
         if "+0.0000 ± 0.0000" in line and "refuted" in line:
             problems.append("an effect of nothing refutes")
+        if re.search(r"-0\.0+(?![\d.])", line):
+            problems.append(f"a negative zero: {line[:80]}")
         if re.search(r"not asked|, \+0\.0*, 0%; \"", line):
             problems.append(f"a line tells nothing: {line[:80]}")
         is_read = "dpp_selector" in line or '"lam":' in line
         if '"kernel":' in line and not is_read and "Answer" not in line:
             problems.append(f"a kernel that nothing reads: {line[:80]}")
+    problems += _list_problems_of_trend(prompt)
     problems += [f"{word} is not said" for word in UNDEFINED if word in prompt]
     return problems
 
 
-UNDEFINED = ("equation", "thousandths", "nothing else", "released search", "examples:")
+def _list_problems_of_trend(prompt: str) -> list[str]:
+    """Measured candidates whose printed score is above the best that is told of their round."""
+    trend = re.findall(r", as estimated now: (.*)\.\n", prompt)
+    best = dict(re.findall(r"(\d+): ([+-][\d.]+), ", trend[0] if trend else ""))
+    measured = r"^- ((\d+)\.\d+): ([+-][\d.]+) on \d+ questions;"
+    return [
+        f"{name} is above the best of its round"
+        for name, number, score in re.findall(measured, prompt, re.MULTILINE)
+        if number in best and float(score) > float(best[number])
+    ]
+
+
+UNDEFINED = (
+    "equation",
+    "thousandths",
+    "nothing else",
+    "released search",
+    "examples:",
+    "earlier leaders",
+    "quality g",
+)
 """Words that a proposer has no explanation of."""
 
 
@@ -318,8 +350,17 @@ async def test_no_prompt_contradicts_itself(space: Space, search: Searches) -> N
         text, request = messages[1]["content"].split("Propose ")
         assert read_problems(text) == []
         assert "explore" not in request or "the last one" not in text
+        # What a smaller space does not offer is not told: it would be a term without meaning.
+        inputs = re.findall(
+            r'\[CLS\]|The sign "auto"|Text segments|With pool_ratio', text
+        )
+        assert bool(inputs) == (space == "all")
+        assert ("others than those of the round before" in text) == (
+            "Round 1 " not in text
+        )
     task = prompts[0][0]["content"]
     assert "0 to 640" not in task and "r_min" not in task
+    assert ("has a sign" in task) == ("; null:" in task) == (space == "all")
     assert len(re.findall(r"q_e [^;]*?(?:0 to \d+|is fixed at \d+)", task)) == 1
     hypotheses = prompts[-1][1]["content"].split("Hypotheses: ")[1]
     told = set(re.findall(r"^- (\d)\.\d \(", hypotheses, re.MULTILINE))
@@ -484,6 +525,26 @@ def test_a_repair_offers_what_the_space_accepts(
         listed = offered[0].split(", ")
         assert set(listed) <= {*ATOMS} - left_out
         assert len(listed) == 1 or space == "all" or names == "signals"
+
+
+def test_names_that_the_task_seems_to_allow_are_refused_with_what_to_write() -> None:
+    proposal = sample_proposal(RandomSource(Random(3)), SETTINGS)
+    nested: JsonObject = {
+        "atom": "multi_source_pool_builder",
+        "sources": [{"atom": "multi_source_pool_builder"}, {"atom": "zzz"}],
+    }
+    proposal["constraints"] = {
+        "pool": [nested],
+        "selector": {"atom": "quality_topk_selector"},
+    }
+    proposal["reassembly"] = {"atom": "reassemble/nearest.mean.residual.raster"}
+    with pytest.raises(StateError) as refused:
+        assemble_state(proposal, SETTINGS)
+    union, unknown, longer = (problem.fix for problem in refused.value.problems)
+    assert union.startswith("that is one of candidate_pool, this field takes others of")
+    sources = ("quality_pool_builder", "spatial_coverage_pool_builder")
+    assert unknown == f"use one of: {', '.join(sources)}, diversity_pool_builder"
+    assert longer == "its name is 'mean_residual'"
 
 
 @pytest.mark.parametrize("space", SPACES[1:])

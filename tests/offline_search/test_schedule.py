@@ -71,11 +71,15 @@ def test_prompts_say_what_a_candidate_costs_and_when_it_is_dropped() -> None:
         "A candidate is asked 10 questions in its round, each at 2 budgets."
     )
     fresh = EvaluationBudget(ROUNDS, questions=10, is_fresh=True)
-    asked = "Its questions, others than those of the round before, are asked of earlier leaders"
+    asked = (
+        "Its questions, others than those of the round before, are asked of earlier "
+    )
+    asked += "candidates that lead"
     assert f"{asked} too. " in fresh.describe_round(2, 0, 0.0)
+    assert "the round before" not in fresh.describe_round(1, 0, 0.0)
     lists = ROUNDS.model_copy(update={"proposals_per_reply": 3})
     fresh = EvaluationBudget(lists, questions=10, is_fresh=True)
-    assert f"{asked} and parents of its candidates too. " in fresh.describe_round(
+    assert f"{asked} and of parents of its candidates too. " in fresh.describe_round(
         2, 0, 0.0
     )
 

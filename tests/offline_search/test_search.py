@@ -383,7 +383,7 @@ async def test_a_search_resumes_from_any_prefix_repeats_no_step_and_replays(
 
 
 @pytest.mark.parametrize(
-    ("name", "digest"), [("lists", "7d0a14ed5466"), ("crossovers", "d20f8937b85b")]
+    ("name", "digest"), [("lists", "13f3819d0691"), ("crossovers", "e68ca80133d7")]
 )
 async def test_a_recorded_search_replays_and_would_send_the_same_prompts_today(
     name: str, digest: str, search: Searches, tmp_path: Path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Iterator
 
@@ -80,9 +81,11 @@ def test_each_category_has_its_questions_means_share_and_worst_question(
         '- relation: 12, -3.00, -1.00, 100%; "Q4?" -1.00',
         '- text: 4, -3.00, +0.00, 0%; such as "Q0?"',
     ]
-    # A category that gains has a negative share of the loss.
+    # A category that gains has no share of the loss.
     history.trials.append(trial("3.0", [1.0] * 4 + [-1.0] * 12, paper_state(SETTINGS)))
-    assert '- text: 4, -3.00, +1.00, -50%; such as "Q0?"' in summarize(history)
+    text = summarize(history)
+    assert '- text: 4, -3.00, +1.00, 0%; such as "Q0?"' in text
+    assert '- relation: 12, -3.00, -1.00, 100%; "Q4?" -1.00' in text
 
 
 def test_candidates_are_changes_of_parents_or_the_leader(history: History) -> None:
@@ -112,6 +115,10 @@ def test_dropped_ones_are_printed_as_all_others(history: History) -> None:
     assert dropped.endswith("}") and '{"scoring":' in dropped
     assert "- no such atom (3 times)" in text
     assert "- 2.2: " not in text, "a duplicate that tests nothing tells nothing"
+    unlisted = (
+        "Not listed: 0 that were measured, 1 with tokens and rows of measured ones."
+    )
+    assert unlisted in text.splitlines()
     history.trials.append(trial("3.0", BASE))
     title, later = summarize(history).split("Others of earlier rounds:\n")
     again = line_of("2.1", later)
@@ -151,8 +158,13 @@ def test_what_a_hypothesis_names_is_printed() -> None:
 
 
 def test_rounds_are_compared_on_the_scale_of_all_scores(history: History) -> None:
-    text = "Best and median score of each round's candidates, as estimated now: "
+    best = "Best score of the candidates that each round asked all its questions, and median "
+    text = f"{best}score of all that it measured, as estimated now: "
     assert f"{text}1: -1.75, -1.75; 2: -0.75, -1.70." in summarize(history)
+    # A candidate that was dropped after two questions is not the best of its round.
+    lucky = [9.0] * 2 + [math.nan] * 14
+    history.trials.append(trial("3.0", lucky, paper_state(SETTINGS), "dropped"))
+    assert "; 3: none, +" in summarize(history)
 
 
 def test_a_dropped_candidate_names_questions_not_answers_at_several_budgets(
@@ -432,9 +444,58 @@ def test_a_summary_has_a_largest_length(count: int) -> None:
     assert len(text) <= MAX_SUMMARY
     assert f"- {history.leader().name}: " in text
     assert "- 28 others: 112 questions, " in text
-    unlisted = re.findall(r"(\d+) more candidates were measured", text)
+    unlisted = re.findall(r"Not listed: (\d+) that were measured", text)
     listed = len(re.findall(r"^- \d+\.\d+: ", text, re.MULTILINE))
     assert listed + sum(map(int, unlisted)) == count
+    # No room is kept for hypotheses that are left out.
+    assert not unlisted or len(text) > MAX_SUMMARY - 1000
+
+
+def test_the_best_structures_are_printed_before_what_was_tested_last() -> None:
+    """However much was tested, of which no candidate is among the best."""
+    best = [
+        trial(
+            f"1.{n}",
+            BASE + 2 - n / 4,
+            minimal_state(SETTINGS, ATOMS.names("scoring")[n]),
+        )
+        for n in range(3)
+    ]
+    tested = [
+        trial(f"2.{n}", BASE - 1, paper_state(SETTINGS, n % 8), expect="higher")
+        for n in range(150)
+    ]
+    text = summarize(history_of(*best, *tested))
+    assert "Not listed: " in text
+    title = "candidates that were asked all questions of their round:\n"
+    listed = text.split(title)[1].splitlines()[:3]
+    assert [line[:7] for line in listed] == ["- 1.0: ", "- 1.1: ", "- 1.2: "]
+
+
+def test_a_rival_that_is_worse_on_the_same_questions_is_not_told_as_tied() -> None:
+    """Its score, of few questions, may be as good as the leader's."""
+    noise = 3 * np.tile([-1.0, 1.0, -1.0, 1.0], 4)
+    few = np.full(16, np.nan)
+    few[:8] = (BASE + 2 + noise)[:8] - 0.5
+    history = history_of(
+        trial("1.0", BASE + 2 + noise, paper_state(SETTINGS)),
+        trial("1.1", few, minimal_state(SETTINGS)),
+    )
+    history.resolution = 0.1
+    assert [rival.name for rival in history.tied()] == ["1.1"]
+    text = summarize(history)
+    assert "to 1.0 -0.50 ± 0.00, lower (of 8" in text
+    assert "*same* or *undecided* to 1.0" not in text
+
+
+def test_a_reassembly_that_only_sorts_rows_is_said_to() -> None:
+    state = minimal_state(SETTINGS)
+    words = {"raster": "changes no row", "score": "changes the order of rows alone"}
+    for order, expected in words.items():
+        call = default_call(AtomCall, f"reassemble/local.mean.exchange.{order}")
+        sorted_state = state.model_copy(update={"reassembly": call})
+        text = summarize(history_of(trial("1.0", BASE + 1, sorted_state)))
+        assert f"reassembly {expected}; " in line_of("1.0", text)
 
 
 def test_figures_have_the_digits_that_errors_support(history: History) -> None:

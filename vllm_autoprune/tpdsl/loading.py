@@ -24,6 +24,7 @@ from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 
 from vllm_autoprune.errors import Problem, StateError
+from vllm_autoprune.tpdsl.atoms.reassembly import PRINTED
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall
 from vllm_autoprune.tpdsl.state import SCHEMA, Constraints, PruningState, Scoring
@@ -447,8 +448,13 @@ def _unknown(
         fix = f"use one of: {', '.join(allowed)}"
     else:
         fix = suggest_name(name, allowed)
+        if printed := PRINTED.get(name.removeprefix("reassemble/")):
+            fix = f"its name is {printed!r}"
         if field == "atom" and name in ATOMS:
-            fix = f"that is one of {ATOMS[name].group}, this field takes another group; {fix}"
+            group = ATOMS[name].group
+            is_same = any(ATOMS[other].group == group for other in allowed)
+            taken = "others of it" if is_same else "another group"
+            fix = f"that is one of {group}, this field takes {taken}; {fix}"
     return Problem(where, what, fix, "unknown_name")
 
 

@@ -215,9 +215,9 @@ def _describe(parameters: Iterable[_Parameter]) -> str:
 
 def _describe_reassembly() -> Iterator[str]:
     """The 81 atoms by their axes, which is shorter than one line per atom."""
-    yield "reassemble/ASSIGNMENT.AGGREGATION.OUTPUT.ORDERING, or one of the names below. No row"
-    yield "changes by default: strength is 0, and no gain in cosine reaches the margin of 10. The"
-    yield "orders score and pick act nevertheless."
+    yield "reassemble/ASSIGNMENT.AGGREGATION.OUTPUT.ORDERING; those below have names of their own"
+    yield "and no others. No row changes by default: strength is 0, and no gain in cosine reaches"
+    yield "the margin of 10. The orders score and pick act nevertheless."
     yield ""
     axes = {"ASSIGNMENT": ASSIGNMENTS, "AGGREGATION": AGGREGATIONS}
     for axis, levels in {**axes, "OUTPUT": OUTPUTS, "ORDERING": ORDERINGS}.items():

@@ -102,11 +102,11 @@ class PoolCall(AtomCall):
         return True
 
 
-class _SourceCall(PoolCall):
+class SourceCall(PoolCall):
     """A pool builder that may be a source of ``multi_source_pool_builder``."""
 
 
-class _SizedPool(_SourceCall):
+class _SizedPool(SourceCall):
     """A pool builder with a pool size relative to K."""
 
     pool_ratio: float | None = Field(
@@ -142,7 +142,7 @@ class _DiversityPool(_SizedPool):
         return False
 
 
-class _CoveragePool(_SourceCall):
+class _CoveragePool(SourceCall):
     """Parameters of spatial_coverage_pool_builder."""
 
     cells: int = Field(6, ge=2, le=12, description="cells a side, within each tile")
@@ -162,7 +162,7 @@ def _quality_pool_builder(
     reference: Tensor,
     allowed: _Candidates,
 ) -> Tensor:
-    """Tokens of highest quality g outside the reference selection."""
+    """Tokens of highest quality outside the reference selection."""
     order = rank_descending(g.masked_fill(~allowed.mask, -torch.inf))
     return positions_in_order(
         order[:, : call.max_size(tokens.grid, reference.shape[1])], allowed.mask
@@ -246,7 +246,7 @@ def _within_tiles(rows: Tensor, some: Tensor, others: Tensor, grid: Grid) -> Ten
     return rows.gather(2, place).masked_fill_(apart, 0.0)
 
 
-Source = Annotated[_SourceCall, OneOf("candidate_pool", _SourceCall)]
+Source = Annotated[SourceCall, OneOf("candidate_pool", SourceCall)]
 
 
 class JoinedPool(PoolCall):
@@ -259,10 +259,10 @@ class JoinedPool(PoolCall):
         tuple[Source, ...], Field(min_length=1, max_length=8, strict=False)
     ] = Field(
         default_factory=lambda: (
-            default_call(_SourceCall, "quality_pool_builder"),
-            default_call(_SourceCall, "spatial_coverage_pool_builder"),
+            default_call(SourceCall, "quality_pool_builder"),
+            default_call(SourceCall, "spatial_coverage_pool_builder"),
         ),
-        description="builders whose pools are united",
+        description="builders whose pools are united, none of them multi_source_pool_builder",
     )
 
     def max_size(self, grid: Grid, picked: int) -> int:

@@ -49,7 +49,11 @@ class _SoftCall(AtomCall):
 
 class _LocalCall(AtomCall):
     radius: int = Field(
-        3, ge=1, le=12, description="largest distance of that one, in tokens"
+        3,
+        ge=1,
+        le=12,
+        description="largest distance of that one, in tokens; a token that has none within it "
+        "moves no row",
     )
 
 

@@ -107,7 +107,7 @@ class _Attention(_SignalCall):
     measure: Literal["attention", "norm_and_place"] = added(
         "attention",
         description="norm_and_place: 0.7 of the token's norm and 0.3 of exp(-distance from the "
-        "centre), each normalised, in place of attention",
+        "centre in half tile widths), each normalised, in place of attention",
     )
 
     @property
@@ -130,7 +130,8 @@ class _Centrality(_SignalCall):
         None,
         ge=0.05,
         le=4.0,
-        description="exp(-bias x distance) in place of the Gaussian; null: the Gaussian",
+        description="exp(-bias x distance in half tile widths) in place of the Gaussian; null: the "
+        "Gaussian",
     )
 
     @property
