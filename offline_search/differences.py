@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_autoprune.evaluation.questions import Example
-from vllm_autoprune.statistics import Estimate, Floats
+from vllm_autoprune.statistics import Estimate, Floats, round_portably
 
 Verdict = Literal["better", "worse", "same", "undecided"]
 """Verdict of a difference on the first of two policies."""
@@ -29,17 +29,6 @@ MINIMUM_IMAGES = 4
 
 SMALLEST_CHANGE = 0.01
 """Values of a question that differ by no more count as unchanged."""
-
-_DECIMALS = 9
-
-
-def drop_last_bits(figure: float) -> float:
-    """Round a figure to decimals on which all processors agree.
-
-    Vector units and BLAS add in different orders, so the last bits of a mean differ. The mean of
-    rounded values is often a tie of fewer decimals, where one bit changes the printed digit.
-    """
-    return round(figure, _DECIMALS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +140,13 @@ def compare(
         mean += sign * level
         terms[rows] += sign * weights * (corrected - level)
         fewest = min(fewest, len(np.unique(images[rows])))
-    mean = drop_last_bits(mean)
+    mean = round_portably(mean)
     if fewest < MINIMUM_IMAGES:
         return Difference(mean, math.inf)
     sums = np.bincount(images, terms)
     count = len(np.unique(images[np.isfinite(values) | np.isfinite(reference)]))
     error = math.sqrt(count / (count - 1) * float(sums @ sums))
-    return Difference(mean, drop_last_bits(error))
+    return Difference(mean, round_portably(error))
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,11 @@ from offline_search.differences import (
     compare,
     compare_paired,
     count_decimals,
-    drop_last_bits,
     fit_difficulty,
 )
 from offline_search.ledger import ProposalRecord, Standing, TrialRecord
 from vllm_autoprune.evaluation.questions import Example
-from vllm_autoprune.statistics import Floats
+from vllm_autoprune.statistics import Floats, round_portably
 from vllm_autoprune.tpdsl.state import PruningState
 
 
@@ -94,7 +93,7 @@ class Answers:
 
 def rounded_mean(values: Sequence[float]) -> float:
     """Mean, rounded to the six decimals that records have."""
-    return round(sum(values) / len(values), 6)
+    return round_portably(sum(values) / len(values), 6)
 
 
 FAILURES_TO_GIVE_UP = 25
@@ -327,7 +326,7 @@ class History:
         answered = np.isfinite(values)
         weights = self._strata().weights(answered)[answered]
         level = float(weights @ (values - difficulty)[answered])
-        return round(level + float(np.nanmean(difficulty)), 6)
+        return round_portably(level + float(np.nanmean(difficulty)), 6)
 
     def compare(self, trial: Trial, reference: Trial) -> Difference:
         """Difference between the estimates of two trials; its error is infinite if one has none."""
@@ -385,9 +384,9 @@ class History:
                 estimate = level + np.nanmean(difficulty[names == name])
                 means[name] = CategoryMean(
                     questions=len(rows),
-                    value=drop_last_bits(float(values[rows].mean())),
-                    base=drop_last_bits(float(self.base_values[rows].mean())),
-                    estimate=drop_last_bits(float(estimate)),
+                    value=round_portably(float(values[rows].mean())),
+                    base=round_portably(float(self.base_values[rows].mean())),
+                    estimate=round_portably(float(estimate)),
                 )
         return means
 
@@ -413,7 +412,8 @@ class History:
                 deviations.append(error * math.sqrt(count))
         if not deviations:
             return 0.0
-        return round(2 * float(np.median(deviations)) / math.sqrt(questions), 6)
+        reach = 2 * float(np.median(deviations)) / math.sqrt(questions)
+        return round_portably(reach, 6)
 
     def leads(self, start: int, end: int) -> list[Difference]:
         """Lead of the best trial of each round ``start`` to ``end`` over the best one before.

@@ -42,6 +42,7 @@ from vllm_autoprune.report import (
     Tone,
 )
 from vllm_autoprune.statistics import Estimate
+from vllm_autoprune.tpdsl.loading import load_state
 
 _STATUS_WORDS: Mapping[Status, str] = {
     "evaluated": "measured in full",
@@ -169,6 +170,8 @@ class _SearchReport:
             elif not settings.default_state:
                 facts.append("default state of the served model: not known")
             answer += "."
+            if advice := _advise_base_policy(winner, settings):
+                answer += f" {advice}."
             facts += [
                 f"{winner.test.examples} test questions",
                 f"digest {winner.digest[:12]}",
@@ -419,6 +422,25 @@ def read_report(records: Iterable[Record]) -> _SearchReport:
     )
 
 
+def _advise_base_policy(winner: WinnerRecord, settings: Settings) -> str:
+    """How to serve the base policy alone, where the winner's mean is behind it; else empty."""
+    gains = {"the test split": winner.test.gain}
+    if winner.winner in winner.gains:
+        splits = "the search and validation splits together"
+        gains[splits] = winner.gains[winner.winner]
+    behind = [splits for splits, gain in gains.items() if gain.value < 0]
+    if not behind:
+        return ""
+    name = settings.base_policy
+    flags = f"--autoprune-state {name} --autoprune-budget {settings.budgets[0]}"
+    if settings.positions != load_state(name).positions:
+        flags += f" --autoprune-positions {settings.positions}"
+    return (
+        f"{name} alone was ahead on {' and on '.join(behind)}: serve it, by vllm serve "
+        f"with {flags}"
+    )
+
+
 def _choose_tone(winner: WinnerRecord) -> Tone:
     """Tone of a search: good if its winner beats the base policy and the default state."""
     compared = [winner.test]
@@ -515,10 +537,12 @@ class ProgressLog:
             )
         self._write(f"plateau: {text}")
 
-    def on_finish(self, winner: WinnerRecord) -> None:
-        """Write the winner's scores on the test split."""
+    def on_finish(self, winner: WinnerRecord, settings: Settings) -> None:
+        """Write the winner's scores on the test split, and whether the base policy is better."""
         test = winner.test
         self._write(
             f"winner {winner.winner}: test objective {_format_interval(test.objective)}, gain over "
             f"the base policy {_format_interval(test.gain)}, accuracy {100 * test.accuracy:.1f} %"
         )
+        if advice := _advise_base_policy(winner, settings):
+            self._write(advice)

@@ -139,7 +139,7 @@ class Search:
                 "`vllm-autoprune search report` has the reasons; fix them and begin a new ledger",
             )
         winner = self._ledger.put(await self._held_out.choose_winner(history))
-        self._observer.on_finish(winner)
+        self._observer.on_finish(winner, settings)
         return winner
 
     def _record_settings(self) -> None:

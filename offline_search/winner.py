@@ -26,7 +26,12 @@ from offline_search.ledger import Comparison, WinnerRecord
 from offline_search.settings import Settings
 from vllm_autoprune.errors import EvaluationFailed, SearchError
 from vllm_autoprune.evaluation.questions import Example
-from vllm_autoprune.statistics import ClusterBootstrap, Estimate, Floats
+from vllm_autoprune.statistics import (
+    ClusterBootstrap,
+    Estimate,
+    Floats,
+    round_portably,
+)
 from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.state import PruningState
 
@@ -200,9 +205,9 @@ class HeldOutEvaluator:
                 "seed": settings.seed,
                 "scores": scores,
                 "notes": f"Candidate {trial.name} by {trial.proposal.origin}. "
-                f"Objective: {settings.objective_text}. Ahead of {settings.base_policy} alone by "
-                f"{_format_gain(finalist.validation)} on validation, "
-                f"{_format_gain(test)} on test.",
+                f"Objective: {settings.objective_text}. Against {settings.base_policy} alone: "
+                f"{_describe_gain(finalist.validation)} on validation, "
+                f"{_describe_gain(test)} on test.",
             }
         )
         budget = re.sub(r"\W+", "-", str(settings.budgets[0]))
@@ -264,7 +269,7 @@ def _combined_estimate(finalist: _Finalist, history: History) -> float:
     validation = finalist.validation
     total = search_examples * (history.estimate(finalist.trial) or 0.0)
     total += validation.examples * validation.objective.value
-    return round(total / (search_examples + validation.examples), 6)
+    return round_portably(total / (search_examples + validation.examples), 6)
 
 
 def _correct_shares(answers: Sequence[Answers]) -> Floats:
@@ -284,6 +289,9 @@ def _dump(comparison: Comparison) -> JsonValue:
     return record
 
 
-def _format_gain(comparison: Comparison) -> str:
+def _describe_gain(comparison: Comparison) -> str:
+    """Whether a candidate is ahead of the base policy or behind it, and by how much."""
     gain = comparison.gain
-    return f"{gain.value:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})"
+    if gain.value < 0:
+        return f"behind by {-gain.value:.3f} ({-gain.high:.3f} to {-gain.low:.3f})"
+    return f"ahead by {gain.value:.3f} ({gain.low:.3f} to {gain.high:.3f})"

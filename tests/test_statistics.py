@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -12,6 +14,7 @@ from vllm_autoprune.statistics import (
     Estimate,
     Spread,
     resample,
+    round_portably,
 )
 
 SCENES = [number // 5 for number in range(200)]
@@ -19,6 +22,14 @@ SCENES = [number // 5 for number in range(200)]
 
 def test_a_spread_has_median_and_quartiles() -> None:
     assert Spread.of([5, 1, 2, 4, 3]) == Spread(median=3, low=2, high=4, count=5)
+
+
+def test_a_half_is_rounded_alike_whatever_the_last_bits_of_a_sum() -> None:
+    half = -0.16045
+    sums = (math.nextafter(half, -1), half, math.nextafter(half, 0))
+    assert len({round(figure, 4) for figure in sums}) == 2
+    assert {round_portably(figure, 4) for figure in sums} == {-0.1605}
+    assert {f"{round_portably(figure):.4f}" for figure in sums} == {"-0.1605"}
 
 
 def test_rounds_of_a_ratio_are_drawn_together() -> None:

@@ -25,9 +25,20 @@ Verdict = Literal["holds", "does not hold", "inconclusive"]
 """Inconclusive: the interval contains the bound."""
 
 DRAWS = 4000
+_PORTABLE_DIGITS = 10
+"""Decimals on which all CPUs agree."""
 _CLUSTER_DRAWS = 2000
 _MAX_CELLS = 4_000_000
 """_Indices held in memory at once: a benchmark may have a hundred thousand images."""
+
+
+def round_portably(figure: float, digits: int = _PORTABLE_DIGITS) -> float:
+    """Round a figure to the same number on every CPU.
+
+    Sums by BLAS and LAPACK differ in their last bits between CPUs, which would decide a half: of
+    five-digit values a mean of few is often one.
+    """
+    return round(round(figure, _PORTABLE_DIGITS), digits)
 
 
 @dataclass(frozen=True)
@@ -41,7 +52,10 @@ class Estimate:
     def rounded(self, digits: int) -> Estimate:
         """The same estimate with fewer decimals."""
         return Estimate(
-            *(round(figure, digits) for figure in (self.value, self.low, self.high))
+            *(
+                round_portably(figure, digits)
+                for figure in (self.value, self.low, self.high)
+            )
         )
 
     def without_interval(self) -> Estimate:

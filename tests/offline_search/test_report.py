@@ -9,18 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from offline_search.history import History
+from offline_search.candidates import base_state
+from offline_search.evaluator import EvaluationJob
+from offline_search.history import Answers, History
 from offline_search.ledger import Cost, read_ledger
 from offline_search.report import ProgressLog, read_report
 from offline_search.search import NothingMeasured
 from tests.offline_search.synthetic import (
+    BUDGET,
     HOSTILE,
     VALID_REPLIES,
     Searches,
     SyntheticEvaluator,
     dataset,
+    digest_of,
+    settings_of,
     trial,
 )
+from vllm_autoprune import load_state
 from vllm_autoprune.errors import SearchError
 from vllm_autoprune.statistics import Estimate
 
@@ -147,6 +153,43 @@ async def test_a_report_says_which_rule_chose_the_winner(ledger: Path) -> None:
     text = dataclasses.replace(report, winner=changed).document().render_markdown()
     assert f"{rival} has the best lower bound of its gain, +8.5" in text
     assert f"but is tied with {name}, which is simpler" in text
+
+
+@pytest.mark.parametrize("positions", ["true", "packed"])
+async def test_a_winner_behind_its_base_policy_says_how_to_serve_that(
+    positions: str, search: Searches
+) -> None:
+    def lose(job: EvaluationJob, answers: Answers) -> Answers:
+        is_candidate = digest_of(job) not in ("full", base.digest)
+        loss = -0.3 * is_candidate
+        return Answers((loss,) * len(answers), answers.right)
+
+    base = base_state(settings_of(positions=positions))
+    winner = await search(change=lose, positions=positions)
+    assert (winner.test.gain.value, winner.gains[winner.winner].value) == (-0.3, -0.3)
+    notes = str(load_state(winner.state).provenance.notes)
+    gain = "behind by 0.300 (0.300 to 0.300)"
+    assert f"cdpruner alone: {gain} on validation, {gain} on test." in notes
+    flags = f"--autoprune-state cdpruner --autoprune-budget {BUDGET}"
+    if positions == "packed":
+        flags += " --autoprune-positions packed"
+    assert search.lines[-1].endswith(f"serve it, by vllm serve with {flags}")
+    report = read_report(read_ledger(search.path)).document()
+    assert report.answer.endswith(f"{search.lines[-1]}.")
+
+
+async def test_a_winner_ahead_of_its_base_policy_is_offered_alone(
+    search: Searches,
+) -> None:
+    base = base_state(settings_of()).digest
+
+    def gain(job: EvaluationJob, answers: Answers) -> Answers:
+        return Answers((-0.3 * (digest_of(job) == base),) * len(answers), answers.right)
+
+    winner = await search(change=gain)
+    notes = str(load_state(winner.state).provenance.notes)
+    assert "cdpruner alone: ahead by 0.300 (0.300 to 0.300) on validation" in notes
+    assert search.lines[-1].startswith("winner ")
 
 
 async def test_a_report_compares_finalists_on_one_scale(search: Searches) -> None:
