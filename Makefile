@@ -43,7 +43,7 @@ check: lint types ## what to run after each change: lint, types, pins, quick tes
 # The engine tests need both cores for the engines that they start, so they follow the others.
 CORES := $(shell nproc 2>/dev/null || echo 2)
 CORE := tests/pins tests/tpdsl tests/ops tests/base_policies tests/golden tests/serving/unit tests/test_import_boundaries.py tests/test_budgets.py
-test: lint types policies docs ## everything that CI runs: lint, types, states, site, tests (a quarter of an hour)
+test: lint types policies docs ## everything that CI runs: lint, types, states, site, tests (half an hour)
 	@echo "tests 1/2: without an engine, on $(CORES) cores"
 	@$(PY) -m pytest -q -m "not engine" -n $(CORES) --dist loadfile --no-loadscope-reorder $(PYTEST)
 	@echo "tests 2/2: on real vLLM engines and servers"
