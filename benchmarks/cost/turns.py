@@ -1,6 +1,7 @@
-"""Arms that take turns on servers of one machine, as rows of ``docs/data``.
+"""Comparisons of arms that take turns on servers of one machine, written as rows of ``docs/data``.
 
-Every request has a new picture or clip; ratios are those of paired turns.
+Every request has a new picture or clip. Ratios are those of medians, and their intervals resample
+the turns of both arms in pairs.
 """
 
 from __future__ import annotations

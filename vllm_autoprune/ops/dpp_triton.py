@@ -242,7 +242,8 @@ def _greedy_map(  # noqa: PLR0913, PLR0915  # a kernel takes flat arguments, and
     huge: quality that stands for an infinite or NaN one.
     unit: difference from 1 within which a diagonal entry counts as a rounded 1.
     tie: relative width of a tie between gains.
-    block: tokens that a program holds in registers; a power of two. All programs hold at least N.
+    block: tokens that a program holds in registers; a power of two. The programs of an image
+        together hold at least N.
     rows: earlier rows of ``factors`` that are read at once.
     shared: the image has several programs.
     """

@@ -159,19 +159,21 @@ def _farthest(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, numb
 ) -> None:
     """Write the picks of image ``program_id(0)``, as ``farthest_torch.Walk`` says.
 
-    A NaN score makes the bound NaN and picks token 0, as in torch.
+    A NaN score ends the picks by score, as one of at most ``floor`` does. At the first pick of an
+    image without chosen tokens, where ``floor`` does not apply, it picks token 0. Both are as in
+    torch.
 
     Pointers: distance ``(B, N, N)`` and nearest ``(B, N)`` of one floating dtype; taken ``(B, N)``
-    bool; near, which is written first, weight, apart and fill ``(B, N)`` float32; leading and picks
+    bool; weight, apart, fill and the scratch memory near ``(B, N)`` float32; leading and picks
     ``(B, count)`` int64. Numbers and constants:
 
     tokens: N.
     count: picks of an image.
-    floor: score at or below which picks are by ``fill``.
+    floor: once the largest score is at most ``floor + tie``, picks are by ``fill``.
     huge: fill that stands for an infinite or NaN one.
     tie: difference within which scores count as equal.
     weighted: scores are weighted. If false, ``weight``, ``apart`` and ``fill`` are not read.
-    led: entries of ``leading`` from 0 on are forced picks. If false, ``leading`` is not read.
+    led: entries of ``leading`` other than -1 are forced picks. If false, ``leading`` is not read.
     block: power of two; tokens that a program reads at once.
     """
     image = tl.program_id(0).to(tl.int64)
@@ -194,7 +196,7 @@ def _farthest(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, numb
     pick = tl.full((), 0, tl.int32)
     for step in range(count):
         at_start = begins & (step == 0)
-        # tl.max ignores NaN, of which one makes the bound NaN and picks token 0 in torch.
+        # tl.max ignores NaN. In torch a single NaN makes the bound NaN and picks token 0.
         largest = tl.full((block,), lowest, tl.float32)
         broken = tl.full((block,), 0, tl.int32)
         for start in range(0, tokens, block):

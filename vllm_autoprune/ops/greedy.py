@@ -197,9 +197,9 @@ def greedy_map_torch(
     """Plain torch implementation of ``dpp.greedy_map``, the reference for the Triton kernel.
 
     ``residual`` holds the residual of each token, or -1 if the token can no longer be picked: its
-    gain is then at most 0, and stays so because residuals only decrease. Column j of ``factors``
-    belongs to the j-th token that the kernel is conditioned on. The number of calls dominates the
-    time of a step, so views are created outside the loop.
+    gain is then at most 0, and stays so because residuals only decrease. The columns of ``factors``
+    belong to the tokens of ``conditioned`` and then to the picks, in their order. The number of
+    calls dominates the time of a step, so a view that steps share is created once for them.
     """
     batch, tokens = quality.shape
     forced = 0 if anchors is None else anchors.shape[1]

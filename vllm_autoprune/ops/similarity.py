@@ -116,8 +116,9 @@ def cosines(features: Tensor, norm: Tensor, tiles: int = 1) -> Tensor:
 
     Rows are divided by their norm before the cast to float32, as in the published policies: in half
     precision the order of the two changes which token is picked. The cosine with a zero row is 0.
-    Sets of rows are multiplied separately, or the ``tiles`` of an image in one launch. Besides the
-    result, memory holds the float32 rows of one image, or of a few small ones.
+    Each of the R sets of rows is multiplied separately, but on a GPU the ``tiles`` sets of an image
+    in one batch. Besides the result, memory holds the float32 rows of one image, or of a few small
+    ones.
     """
     length = norm.clamp_min(torch.finfo(features.dtype).tiny)
     return _cosines_by_length(features, length, tiles)

@@ -63,7 +63,10 @@ def _make_probe(
     batch: int = 2,
     width: int = 32,
 ) -> VisualTokens:
-    """Random images in which some of the inputs form clusters of tokens, the same in all of them.
+    """Random images whose tokens belong to random clusters.
+
+    In clustered inputs, the tokens of a cluster have the same values, apart from ``noise``. A token
+    belongs to the same cluster in all of these inputs.
 
     Clustered are features, relevance, the tower's output and keys, and the next layer's attention
     and output. Not clustered are [CLS] attention, and keys and attention of the language prefix.

@@ -1,4 +1,4 @@
-"""`cost` and `advise`: what a prompt costs, and which kind of state pays for a traffic."""
+"""`cost` and `advise`: what a prompt costs, and which kind of state is fastest on a traffic."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def _add_advise(parser: ArgumentParser) -> None:
     "--probe 1024x768. Formulas and what to do: docs/choosing.md.",
 )
 def _advise(options: Namespace) -> int:
-    """Say which kind of state pays for your traffic, and whether pruning helps at all.
+    """Say which kind of state is fastest on your traffic, and whether pruning helps at all.
 
     With ``--image`` or ``--video``, print the costs of that picture or video instead.
     """
@@ -254,7 +254,7 @@ def _advise(options: Namespace) -> int:
         _, note = describe_positions(load_state(state), config)
         inputs.notes.append(note)
     estimates = estimate_ways(traffic, timings)
-    # A repeat may have a time of 0 s, but Timings must be above 0.
+    # A resample of the probe's rounds may have a time of 0 s, but Timings must be above 0.
     repeats = [
         timings.model_copy(
             update={name: max(seconds, 1e-9) for name, seconds in repeat.items()}

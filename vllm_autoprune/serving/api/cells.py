@@ -152,7 +152,10 @@ TRIMMING: ContextVar[Trimming | None] = ContextVar("autoprune_trimming", default
 
 @contextmanager
 def trim_images(trimming: Trimming | None) -> Iterator[None]:
-    """Trim the images that vLLM processes in this context; its steps pass on no such argument."""
+    """Trim the images that vLLM processes in this context.
+
+    A context variable, because vLLM's processing steps have no argument that could pass it on.
+    """
     token = TRIMMING.set(trimming)
     try:
         yield

@@ -45,7 +45,7 @@ _Tensors = Mapping[str, "MultiModalFieldElem"]
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class RenderedItem:
-    """Processed tensors of one image, without its plan, and its unpruned prompt text."""
+    """Unpruned prompt text of one image, and its processed tensors, which exclude the plan."""
 
     tensors: MultiModalKwargsItem
     updates: Sequence[ResolvedPromptUpdate]
