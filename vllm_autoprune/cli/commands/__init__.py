@@ -13,7 +13,7 @@ SUMMARIES = {
     "materialize": "transfer a state to another budget or backbone, and record what changed",
     "explain": "draw which tokens of an image a state keeps for a question, and why",
     "cost": "print FLOPs of prefill and bytes of KV cache",
-    "advise": "say which kind of state pays for your traffic, and whether pruning helps at all",
+    "advise": "say which kind of state is fastest on your traffic, and whether pruning helps",
     "search": "find a state offline, with a language model, on a served model",
     "eval": "measure accuracy on your questions, and whether pruning beats resizing images",
     "doctor": "check whether this installation can serve",
