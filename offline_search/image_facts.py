@@ -83,7 +83,9 @@ class ImageFacts:
         if space == "all":
             sentences.append(_describe_pools(largest, kept))
             sentences += self._list_inputs()
-        ranges = {"tokens and question": self.relevance, "tokens": self.cosines}
+        ranges = {"tokens": self.cosines}
+        if space == "all":
+            ranges = {"tokens and question": self.relevance, **ranges}
         for between, interval in ranges.items():
             if interval is not None:
                 low, high = interval

@@ -225,6 +225,13 @@ def describe_space(settings: Settings) -> str:
         name: f"{'integer ' if name == 'q_e' else ''}{low:g} to {high:g}"
         for name, (low, high) in searched.ranges.items()
     }
+    # Policies are printed without numbers that are the default.
+    for call in (released.constraints.selector, released.reassembly):
+        for name in ranges.keys() & type(call).model_fields.keys():
+            default = type(call).model_fields[name].default
+            low, high = searched.ranges[name]
+            if default is not None and low <= default <= high:
+                ranges[name] += f", by default {default:g}"
     signals = [
         call
         for call in released.scoring.signals
@@ -265,6 +272,8 @@ def describe_space(settings: Settings) -> str:
     ]
     if "q_e" in searched.fixed:
         lines += ["", "A q_e above K acts as K."]
+    if searched.fixed.get("lam") == 0:
+        lines += ["", "Where lam is 0, power changes no pick either."]
     if "strength" in ranges:
         lines += [
             "",

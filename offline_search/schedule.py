@@ -88,7 +88,7 @@ class EvaluationBudget:
             round_text = (
                 f"Round {number}. The search may take {self.answers} answers, each of one "
                 f"candidate to one question{at}; {spent} are taken, those of base not counted, and "
-                f"a round takes about {usual}, of all its candidates together."
+                f"a round takes up to about {usual}, of all its candidates together."
             )
             ending = (
                 f"It is the last one, unless it takes fewer than the {self.answers - spent} that "
@@ -98,7 +98,8 @@ class EvaluationBudget:
             ending = "Another follows."
             if resolution:  # without a resolution, no plateau ends a search
                 ending = (
-                    "Another follows, unless several in a row found nothing better."
+                    f"Another follows, unless, past half of the search, {_IDLE_ROUNDS} in a row "
+                    "found nothing better."
                 )
         cost = f"A candidate is asked {self.questions} questions in its round"
         if self.is_fresh and number > 1:
@@ -106,8 +107,8 @@ class EvaluationBudget:
             if settings.proposals_per_reply > 1:
                 asked += " and of parents of its candidates"
             cost = (
-                "Its questions, others than those of the round before, are asked of "
-                f"{asked} too. {cost}"
+                "The questions of this round, others than those of the round before, are asked "
+                f"of {asked} too. {cost}"
             )
         if settings.races:
             cost += " at most"

@@ -56,7 +56,10 @@ _EXCHANGES = (
     "; means over a few images of the number of tokens that it exchanges, and of the lowest "
     "quality of a reference token and the highest of another, before the exchange"
 )
-_BEST = "The best of each structure, of candidates that were asked all questions of their round:"
+_BEST = (
+    f"The best of each structure, of the best {_MAX_BEST} at most, of candidates that were asked "
+    "all questions of their round:"
+)
 _LATEST = "Others of the last round:"
 _NAMED = "Others that these name:"
 _EARLIER = "Others of earlier rounds:"
@@ -222,7 +225,7 @@ class _Summary:
             ]
             yield (
                 "Best score of the candidates that each round asked all its questions, and median "
-                f"score of all that it measured, as estimated now: "
+                "score of all that it measured, of rounds that measured any, as estimated now: "
                 f"{'; '.join(scores[-_MAX_ROUNDS:])}."
             )
 

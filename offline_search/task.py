@@ -81,8 +81,9 @@ than four; then the verdict, and at how many of those questions the first is up 
 than {smallest}. The resolution is {resolution}. The verdict is *same* if the difference and two \
 standard errors, added, are within the resolution, which a standard error above half of it \
 rules out, else *higher* or *lower* if the difference exceeds two standard errors, else \
-*undecided*. A policy that keeps the same tokens with the same rows as a measured one, on a few \
-images, is not measured again: what is listed of it is that one's."""
+*undecided*. A policy is not measured again if it is a measured one, or if, where the search can \
+run it on a few images, it keeps the same tokens with the same rows as a measured one: what is \
+listed of it is that one's."""
 
 _RESOLUTION = (
     "the smallest difference that the search can tell: two standard errors of the difference of "
@@ -108,7 +109,9 @@ def describe_task(settings: Settings) -> str:
         quota += "; quality_topk_selector has no q_e"
         signs = _SIGNS
     else:
-        language = f"{describe_space(settings)}\n\n{_TILES}"
+        language = describe_space(settings)
+        if "tile or image" in language:
+            language += f"\n\n{_TILES}"
     resolution = _RESOLUTION.format(rounds=settings.rounds)
     if settings.resolution:
         resolution = f"{settings.resolution:g}, the smallest difference that counts"
@@ -152,7 +155,8 @@ begins with
 {purposes}
 - "hypothesis", a sentence of at most {MAX_HYPOTHESIS} characters: what the change does, and why
 - "parent", the name of the earlier candidate that is changed, of several the one to compare with, \
-or "{BASE_PARENT}" for the base policy alone; an unknown name counts as the best candidate
+or "{BASE_PARENT}" for the base policy alone; an unknown name counts as the best candidate, as \
+does one listed as not measured
 - "expect", the verdict on the difference to the parent: "higher", "same" or "lower"
 
 A hypothesis is confirmed where the verdict is as expected, and else refuted; undecided where the \

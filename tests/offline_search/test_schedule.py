@@ -72,9 +72,9 @@ def test_prompts_say_what_a_candidate_costs_and_when_it_is_dropped() -> None:
     )
     fresh = EvaluationBudget(ROUNDS, questions=10, is_fresh=True)
     asked = (
-        "Its questions, others than those of the round before, are asked of earlier "
+        "The questions of this round, others than those of the round before, are asked "
     )
-    asked += "candidates that lead"
+    asked += "of earlier candidates that lead"
     assert f"{asked} too. " in fresh.describe_round(2, 0, 0.0)
     assert "the round before" not in fresh.describe_round(1, 0, 0.0)
     lists = ROUNDS.model_copy(update={"proposals_per_reply": 3})

@@ -159,7 +159,10 @@ def test_what_a_hypothesis_names_is_printed() -> None:
 
 def test_rounds_are_compared_on_the_scale_of_all_scores(history: History) -> None:
     best = "Best score of the candidates that each round asked all its questions, and median "
-    text = f"{best}score of all that it measured, as estimated now: "
+    text = (
+        f"{best}score of all that it measured, of rounds that measured any, as "
+        "estimated now: "
+    )
     assert f"{text}1: -1.75, -1.75; 2: -0.75, -1.70." in summarize(history)
     # A candidate that was dropped after two questions is not the best of its round.
     lucky = [9.0] * 2 + [math.nan] * 14
