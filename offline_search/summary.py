@@ -243,6 +243,8 @@ class _Summary:
         tested = [trial for trial in latest if trial.proposal.hypothesis]
         names = [trial.result.same_as for trial in tested]
         names += [name for trial in tested for name in trial.proposal.parents[:1]]
+        parents = [history.find_measured(name) for name in names]
+        names += [trial.name for trial in parents if trial is not None]
         for name in names:
             trial = history.find(name)
             if trial is not None and trial is not history.base:

@@ -223,7 +223,7 @@ def failing(digest: str, splits: Sequence[str] = SPLITS) -> Change:
 
 
 class ScriptedProposer:
-    """Proposer that chooses among its replies by a hash of the request, or takes them in order."""
+    """Proposer that chooses among its replies by the request's seed, or takes them in order."""
 
     def __init__(self, replies: Sequence[str | None], in_order: bool = False) -> None:
         self.replies = replies
@@ -246,7 +246,8 @@ class ScriptedProposer:
 
 
 def _hash_request(messages: Messages, seed: int) -> int:
-    text = f"{seed} {messages[-1]['content']}"
+    """A number for each request of a search, which no wording of a prompt changes."""
+    text = f"{seed} {len(messages)}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
 
 

@@ -475,6 +475,25 @@ def test_the_best_structures_are_printed_before_what_was_tested_last() -> None:
     assert [line[:7] for line in listed] == ["- 1.0: ", "- 1.1: ", "- 1.2: "]
 
 
+def test_what_a_named_duplicate_repeats_is_printed() -> None:
+    """1.1 is the parent of what is tested, and repeats 1.0, which is the worst of many."""
+    repeated = paper_state(SETTINGS)
+    others = [
+        trial(f"2.{n}", BASE + 1, paper_state(SETTINGS, n % 8)) for n in range(150)
+    ]
+    text = summarize(
+        history_of(
+            trial("1.0", BASE - 1, repeated),
+            trial("1.1", None, repeated, "same", reason="1.0"),
+            *others,
+            trial("3.0", BASE, minimal_state(SETTINGS), parent="1.1", expect="same"),
+        )
+    )
+    assert "Not listed: " in text
+    assert line_of("1.1", text).startswith("- 1.1: -4.00 of 1.0, whose tokens")
+    assert line_of("1.0", text).startswith("- 1.0: -4.00 on 16 questions")
+
+
 def test_a_rival_that_is_worse_on_the_same_questions_is_not_told_as_tied() -> None:
     """Its score, of few questions, may be as good as the leader's."""
     noise = 3 * np.tile([-1.0, 1.0, -1.0, 1.0], 4)

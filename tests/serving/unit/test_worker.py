@@ -179,8 +179,8 @@ def cosines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of the cosines that are computed between all tokens of images."""
     shapes: list[tuple[int, ...]] = []
 
-    def count(features: Tensor, norm: Tensor) -> Tensor:
-        computed = similarity.cosines(features, norm)
+    def count(features: Tensor, norm: Tensor, tiles: int = 1) -> Tensor:
+        computed = similarity.cosines(features, norm, tiles)
         shapes.append(tuple(computed.shape))
         return computed
 
@@ -188,7 +188,9 @@ def cosines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return shapes
 
 
-@pytest.mark.parametrize("base", ["cen_divprune", "cen_cdpruner", "norm", "vidcom2"])
+@pytest.mark.parametrize(
+    "base", ["cen_divprune", "cen_cdpruner", "divprune", "norm", "vidcom2"]
+)
 def test_cosines_that_no_policy_reads_are_not_computed(
     base: str, make_model: Callable[..., Model], cosines: list[tuple[int, ...]]
 ) -> None:
@@ -207,7 +209,7 @@ def test_cosines_that_no_policy_reads_are_not_computed(
 def test_cosines_that_a_policy_reads_are_computed_once_an_image(
     make_model: Callable[..., Model], cosines: list[tuple[int, ...]]
 ) -> None:
-    model = make_model(serve("divprune"))
+    model = make_model(serve("instruction-free"))
     for budget in (8, 8, 4):
         for key in (1, 2):
             select_rows(model, (key, empty(6, 6)), budget=budget)
@@ -220,7 +222,7 @@ def test_an_image_whose_cosines_do_not_fit_is_cached_without_them(
     make_model: Callable[..., Model], cosines: list[tuple[int, ...]]
 ) -> None:
     features = 36 * WIDTH * 2
-    model = make_model(serve("divprune", cache_bytes=features))
+    model = make_model(serve("instruction-free", cache_bytes=features))
     for _ in range(2):
         select_rows(model, (1, empty(6, 6)))
     assert model.autoprune is not None
