@@ -18,6 +18,7 @@ _COMMANDS = {
     "clips": "requests/s and time to first token of clips, beside stock vLLM and EVS",
     "curve": "load curves by `vllm bench serve`, and how busy API servers and GPU are",
     "efficiency": "FLOPs, prefill, decode and KV cache of each policy, as a table",
+    "front_end": "processor time that the plugin adds to an API server, per request",
     "kernels": "time of selections on a GPU by Triton's kernels and by torch's loops",
     "launches": "kernels that a selection launches on a GPU, counted and modelled without one",
     "offline": "prompts and answers of `LLM()` in Python, stock and pruned",

@@ -28,7 +28,7 @@ OPTIONS = turns.OPTIONS | {
 }
 
 
-def _draw(seed: int) -> Sequence[Mapping[str, object]]:
+def draw_clip(seed: int) -> Sequence[Mapping[str, object]]:
     """A question about a clip in which the camera pans over a picture."""
     picture = draw_picture(seed, 2 * _WIDTH, _HEIGHT)
     steps = [_WIDTH * frame // _FRAMES for frame in range(_FRAMES)]
@@ -55,6 +55,6 @@ def run(options: argparse.Namespace) -> int:
         for users in USERS:
             taken = Turns(f"{_FRAMES} frames, {users} at once")
             served = {name: (server, fields) for name, fields in arms.items()}
-            taken.take(served, users, options.rounds, _draw)
+            taken.take(served, users, options.rounds, draw_clip)
             taken.write(table, dict.fromkeys(pairs))
     return 0

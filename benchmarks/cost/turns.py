@@ -92,6 +92,13 @@ class Table:
         self._file.flush()
 
 
+def processor_seconds(server: Server) -> float:
+    """User and system time so far of all processes of a server, in seconds."""
+    root = psutil.Process(server.process.pid)
+    times = [part.cpu_times() for part in (root, *root.children(recursive=True))]
+    return sum(float(part.user + part.system) for part in times)
+
+
 _ByArm = defaultdict[str, list[float]]
 
 
@@ -100,10 +107,11 @@ class Turns:
     """Wall time and processor time per request of each turn, and TTFT of each request, by arm."""
 
     setting: str
+    measure_work: Callable[[Server], float] = processor_seconds
     seconds: _ByArm = field(default_factory=partial(defaultdict, list))
     ttft: _ByArm = field(default_factory=partial(defaultdict, list))
     work: _ByArm = field(default_factory=partial(defaultdict, list))
-    """Processor seconds of all processes of the server."""
+    """Processor seconds, by ``measure_work``."""
 
     def take(
         self,
@@ -128,7 +136,7 @@ class Turns:
                     bodies.append(
                         build_body("served", content, tokens=_TOKENS, fields=more)
                     )
-                worked = _processor_seconds(server)
+                worked = self.measure_work(server)
                 begin = time.perf_counter()
                 records = client.send_all(
                     bodies, users, subject=f"{self.setting}, {name}"
@@ -137,7 +145,7 @@ class Turns:
                 if turn >= 0:
                     self.seconds[name].append((end - begin) / users)
                     self.ttft[name] += [record.ttft for record in records]
-                    work = _processor_seconds(server) - worked
+                    work = self.measure_work(server) - worked
                     self.work[name].append(work / users)
         log_progress(self.setting)
 
@@ -169,10 +177,3 @@ class Turns:
             table.add(f"throughput, {pair}", self.setting, gain, "times", holds)
             holds = f"at most {bound:.3f}: {work.at_most(bound)}" if minimum else ""
             table.add(f"processor time, {pair}", self.setting, work, "times", holds)
-
-
-def _processor_seconds(server: Server) -> float:
-    """User and system time so far of all processes of a server, in seconds."""
-    root = psutil.Process(server.process.pid)
-    times = [part.cpu_times() for part in (root, *root.children(recursive=True))]
-    return sum(float(part.user + part.system) for part in times)

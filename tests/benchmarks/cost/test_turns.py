@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import BenchmarkError
-from benchmarks.cost import cells, clips
+from benchmarks.cost import cells, clips, front_end
 from benchmarks.cost.turns import Table, Turns, as_fields
 from benchmarks.server import Server
 from tests.fake_server import Body, Reply, fake_server
@@ -94,7 +94,8 @@ def test_every_picture_and_clip_is_new() -> None:
         for kind in cells._SIZES
         for seed in (0, 1)
     ]
-    drawn += [str(clips._draw(seed)).encode() for seed in (0, 1)]
-    assert len({*drawn}) == len(drawn) == 8
-    ((video, _),) = [clips._draw(0)]
+    drawn += [str(clips.draw_clip(seed)).encode() for seed in (0, 1)]
+    drawn += [str(front_end.draw_new(2, seed)).encode() for seed in (0, 255, 256)]
+    assert len({*drawn}) == len(drawn) == 11
+    ((video, _),) = [clips.draw_clip(0)]
     assert str(video).count(",") >= clips._FRAMES
