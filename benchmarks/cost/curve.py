@@ -39,8 +39,9 @@ ARMS: Mapping[str, Mapping[str, object]] = {
 """What each arm adds to a request; the default is the state of the server."""
 _SERVED = "served"
 _NO_CACHES = (
-    *("--no-enable-prefix-caching", "--mm-processor-cache-gb", "0"),
-    *("--autoprune-feature-cache-gb", "0"),
+    "--no-enable-prefix-caching",
+    "--mm-processor-cache-gb=0",
+    "--autoprune-feature-cache-gb=0",
 )
 _ANSWER_TOKENS = 16
 _PERCENTILES = (25, 50, 75, 99)

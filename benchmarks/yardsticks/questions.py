@@ -32,6 +32,10 @@ _Slots = Mapping[str, str | int]
 Model = Literal["minillava", "miniqwen", "miniintern", "clips"]
 """A model and its questions; those of `clips` suit any model that takes videos."""
 
+_SCENES = ("digit", "colour", "shape", "count", "quarter", "existence", "reading")
+_PAGES = ("value", "word", "cell", "compare", "find")
+"""Kinds of question about scenes and pages, where a model is asked about both."""
+
 CATEGORIES: dict[Model, dict[str, tuple[str, ...]]] = {
     "minillava": {
         "attributes": ("digit", "colour", "shape"),
@@ -43,29 +47,13 @@ CATEGORIES: dict[Model, dict[str, tuple[str, ...]]] = {
         "fine text": ("text",),
     },
     "miniqwen": {
-        "scenes": (
-            "digit",
-            "colour",
-            "shape",
-            "count",
-            "quarter",
-            "existence",
-            "reading",
-        ),
-        "pages": ("value", "word", "cell", "compare", "find"),
+        "scenes": _SCENES,
+        "pages": _PAGES,
     },
     "miniintern": {
-        "scenes": (
-            "digit",
-            "colour",
-            "shape",
-            "count",
-            "quarter",
-            "existence",
-            "reading",
-        ),
+        "scenes": _SCENES,
         "grounding": ("grounding",),
-        "pages": ("value", "word", "cell", "compare", "find"),
+        "pages": _PAGES,
     },
     "clips": {"clips": ("moves", "where", "appears", "shows", "passes", "still")},
 }
