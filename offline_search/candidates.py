@@ -51,18 +51,19 @@ PURPOSES: Mapping[str, str] = {
 
 _PURPOSES_IN_SMALL_SPACES: Mapping[SignalChoice, Mapping[str, str]] = {
     "fixed": {
-        "ablate": "a candidate with a number where its part does least, such as q_e or strength 0",
+        "ablate": "a candidate with one number set where its part does least, such as q_e or "
+        "strength 0",
         "explore": "numbers far from those that are listed",
         "combine": "numbers of two or more candidates",
     },
     "any": {
-        "ablate": "a candidate without one of its signals, or with a number where its part does "
-        "least",
+        "ablate": "a candidate without one of its signals, or with one number set where its part "
+        "does least",
         "explore": "signals that are not listed, or numbers far from those that are",
         "combine": "signals or numbers of two or more candidates",
     },
     "single": {
-        "ablate": "a candidate with a number where its part does least",
+        "ablate": "a candidate with one number set where its part does least",
         "explore": "a signal that is not listed, or numbers far from those that are",
         "combine": "the signal of a candidate, with numbers of others",
     },

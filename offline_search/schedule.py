@@ -97,11 +97,17 @@ class EvaluationBudget:
         if not self.is_last(number, spent):
             ending = "Another follows."
             if resolution:  # without a resolution, no plateau ends a search
+                spent_half = "half of the rounds"
+                if settings.has_fixed_evaluations:
+                    spent_half = "half of the answers"
                 ending = (
-                    f"Another follows, unless, past half of the search, {_IDLE_ROUNDS} in a row "
-                    "found nothing better."
+                    f"Another follows, unless, past {spent_half}, {_IDLE_ROUNDS} in a row found "
+                    "nothing better by more than the resolution."
                 )
-        cost = f"A candidate is asked {self.questions} questions in its round"
+        most = "at most " if settings.races else ""
+        cost = f"A candidate is asked {most}{self.questions} questions in its round"
+        if not self.is_fresh:
+            cost += ", the same in every round"
         if self.is_fresh and number > 1:
             asked = "earlier candidates that lead"
             if settings.proposals_per_reply > 1:
@@ -110,8 +116,6 @@ class EvaluationBudget:
                 "The questions of this round, others than those of the round before, are asked "
                 f"of {asked} too. {cost}"
             )
-        if settings.races:
-            cost += " at most"
         if len(settings.budgets) > 1:
             cost += f", each at {len(settings.budgets)} budgets"
         if settings.races:
@@ -123,7 +127,12 @@ class EvaluationBudget:
         stages = [(share, divisor) for share, divisor in RACING_STAGES if share < 1]
         counts = [str(count_of_share(share, self.questions)) for share, _ in stages]
         kept = [f"the best 1 in {divisor}" for _, divisor in stages]
-        tied = ", those tied with it within the resolution" if resolution else ""
+        tied = ""
+        if resolution:
+            tied = (
+                ", those tied with it, by a difference and two standard errors within the "
+                "resolution"
+            )
         return (
             f". After {' and after '.join(counts)} of them candidates are dropped: those behind "
             f"the leader before the round, by more than {RACING_ERRORS:g} standard errors{tied}; "

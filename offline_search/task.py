@@ -23,7 +23,7 @@ from offline_search.components import (
     searched_components,
 )
 from offline_search.differences import SMALLEST_CHANGE
-from offline_search.released_space import describe_space
+from offline_search.released_space import choice_of_signals, describe_space
 from offline_search.search_space import excluded_atoms
 from offline_search.settings import MAX_QUOTA, Objective, Settings
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
@@ -87,8 +87,8 @@ listed of it is that one's."""
 
 _RESOLUTION = (
     "the smallest difference that the search can tell: two standard errors of the difference of "
-    "leading candidates, once they have answered the questions of {rounds} rounds, as leaders are "
-    "asked those of later rounds too; it is estimated anew after every round"
+    "{leaders}, once they have answered the questions of {rounds} rounds; it is estimated anew "
+    "after every round"
 )
 
 _OBJECTIVES: Mapping[Objective, str] = {
@@ -112,7 +112,10 @@ def describe_task(settings: Settings) -> str:
         language = describe_space(settings)
         if "tile or image" in language:
             language += f"\n\n{_TILES}"
-    resolution = _RESOLUTION.format(rounds=settings.rounds)
+    leaders = "leading candidates of different structures"
+    if _has_one_structure(settings):
+        leaders = f"the best candidate and {BASE_PARENT}"
+    resolution = _RESOLUTION.format(leaders=leaders, rounds=settings.rounds)
     if settings.resolution:
         resolution = f"{settings.resolution:g}, the smallest difference that counts"
     parts = (
@@ -168,14 +171,25 @@ def dump_policy(state: PruningState, settings: Settings) -> str:
     return dump_json(compact_json(state, bool(settings.bases)))
 
 
+def _has_one_structure(settings: Settings) -> bool:
+    """Whether all candidates have the same atoms and base policy."""
+    varies = settings.space == "all" or choice_of_signals(settings.space) != "fixed"
+    return not (varies or settings.bases)
+
+
 def _describe_goal(settings: Settings) -> str:
     """The goal: what has to be designed, and from which base policy."""
     budget = settings.budgets[0]
     policy = BASE_POLICIES[settings.base_policy]
+    structure = "the names of all its atoms, whatever their parameters"
+    if settings.bases:
+        structure = "the names of all its atoms and of its base policy, whatever their parameters"
+    elif _has_one_structure(settings):
+        structure = "the names of all its atoms, here the same for all"
     goal = (
         f"You design a policy that decides which K = {budget} of the N visual tokens of an image a "
         "vision-language model keeps for a question, the instruction. A candidate is a policy; its "
-        "structure is the names of all its atoms, whatever their parameters. "
+        f"structure is {structure}. "
     )
     if len(settings.budgets) > 1:
         others = ", ".join(map(str, settings.budgets[1:]))

@@ -360,6 +360,8 @@ async def test_no_prompt_contradicts_itself(space: Space, search: Searches) -> N
         )
     task = prompts[0][0]["content"]
     assert "0 to 640" not in task and "r_min" not in task
+    has_one = ["the same for all" in task, "of the best candidate and base" in task]
+    assert has_one == [space == "numbers"] * 2
     assert ("has a sign" in task) == ("; null:" in task) == (space == "all")
     assert len(re.findall(r"q_e [^;]*?(?:0 to \d+|is fixed at \d+)", task)) == 1
     hypotheses = prompts[-1][1]["content"].split("Hypotheses: ")[1]

@@ -57,18 +57,20 @@ def test_prompts_say_which_round_it_is_and_whether_another_follows(
 def test_prompts_say_what_a_candidate_costs_and_when_it_is_dropped() -> None:
     raced = EvaluationBudget(RACED, questions=128).describe_round(1, 0, 0.0)
     assert raced.endswith(
-        "Another follows. A candidate is asked 128 questions in its round at most, each at 2 "
-        "budgets. After 16 and after 64 of them candidates are dropped: those behind the leader "
-        "before the round, by more than 3 standard errors; and of the others those outranked, "
-        "which are all but the best 1 in 3, then the best 1 in 2 by the mean of their answers, all "
-        "of which are to the same questions."
+        "Another follows. A candidate is asked at most 128 questions in its round, the same in "
+        "every round, each at 2 budgets. After 16 and after 64 of them candidates are dropped: "
+        "those behind the leader before the round, by more than 3 standard errors; and of the "
+        "others those outranked, which are all but the best 1 in 3, then the best 1 in 2 by the "
+        "mean of their answers, all of which are to the same questions."
     )
     tied = EvaluationBudget(RACED, questions=128).describe_round(1, 0, 0.1)
-    assert "those tied with it within the resolution; and of the others" in tied
+    assert "half of the answers, 4 in a row found nothing better by more than" in tied
+    assert "those tied with it, by a difference and two standard errors within" in tied
     several = ROUNDS.model_copy(update={"budgets": (8, "1/4")})
     text = EvaluationBudget(several, questions=10).describe_round(1, 0, 0.0)
     assert text.endswith(
-        "A candidate is asked 10 questions in its round, each at 2 budgets."
+        "A candidate is asked 10 questions in its round, the same in every round, each at 2 "
+        "budgets."
     )
     fresh = EvaluationBudget(ROUNDS, questions=10, is_fresh=True)
     asked = (
@@ -76,6 +78,7 @@ def test_prompts_say_what_a_candidate_costs_and_when_it_is_dropped() -> None:
     )
     asked += "of earlier candidates that lead"
     assert f"{asked} too. " in fresh.describe_round(2, 0, 0.0)
+    assert "the same in every" not in fresh.describe_round(1, 0, 0.0)
     assert "the round before" not in fresh.describe_round(1, 0, 0.0)
     lists = ROUNDS.model_copy(update={"proposals_per_reply": 3})
     fresh = EvaluationBudget(lists, questions=10, is_fresh=True)

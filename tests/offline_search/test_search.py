@@ -385,7 +385,7 @@ async def test_a_search_resumes_from_any_prefix_repeats_no_step_and_replays(
 
 
 @pytest.mark.parametrize(
-    ("name", "digest"), [("lists", "67bb3a4e8bb2"), ("crossovers", "1d6fbfe91870")]
+    ("name", "digest"), [("lists", "50624d62f3fc"), ("crossovers", "8322223e3190")]
 )
 async def test_a_recorded_search_replays_and_would_send_the_same_prompts_today(
     name: str, digest: str, search: Searches, tmp_path: Path

@@ -256,7 +256,8 @@ class _CDPrunerParams(PolicyParams):
         None,
         ge=0.0,
         le=0.95,
-        description="exponential weight of relevance; null: relevance itself, as published",
+        description="weight exp(theta r / (2 - 2 theta)) of the normalised relevance r; null: r, "
+        "as published",
     )
 
 
@@ -264,7 +265,7 @@ class _CDPrunerParams(PolicyParams):
 def _cdpruner(
     params: _CDPrunerParams, tokens: VisualTokens, budget: int, start: Given
 ) -> Tensor:
-    """Greedy MAP on L = diag(r) S diag(r) per tile, with relevance r normalised over all tiles.
+    """Greedy DPP, kernel diag(r) S diag(r), per tile: cosines S, relevance r normalised over tiles.
 
     Source: Zhang et al., "CDPruner" (NeurIPS 2025), and its published code, which is followed where
     paper and code differ (the 1e-6 in the numerator, joint normalisation over tiles).
@@ -330,7 +331,7 @@ class _CenCDPrunerCoreParams(_CenCDPrunerParams):
 def _cen_cdpruner(
     params: _CenCDPrunerParams, tokens: VisualTokens, budget: int, start: Given
 ) -> Tensor:
-    """Greedy MAP on L = diag(q) S diag(q), S centred, q relevance times dissimilarity."""
+    """Greedy DPP, kernel diag(q) S diag(q): centred cosines S; q, relevance times dissimilarity."""
     sets = _Sets(tokens, budget, start, params.tile_scope == "global")
     similarity, quality = params.compare(sets)
     if params.relevance:

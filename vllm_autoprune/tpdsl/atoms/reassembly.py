@@ -43,7 +43,7 @@ class _SoftCall(AtomCall):
         0.1,
         ge=0.01,
         le=1.0,
-        description="temperature; small values approach nearest",
+        description="softmax of cosine / tau; small values approach nearest",
     )
 
 
@@ -52,8 +52,8 @@ class _LocalCall(AtomCall):
         3,
         ge=1,
         le=12,
-        description="largest distance of that one, in tokens; a token that has none within it "
-        "moves no row",
+        description="largest distance of that one in rows, and in columns, of its tile; a token "
+        "that has none within it moves no row",
     )
 
 
@@ -62,7 +62,7 @@ class _GatedCall(AtomCall):
         0.5,
         ge=0.0,
         le=0.95,
-        description="share of tokens, the least relevant ones, with weight 0",
+        description="quantile of the relevance of all tokens, below which the weight is 0",
     )
 
 
@@ -155,8 +155,10 @@ ASSIGNMENTS = (
 )
 AGGREGATIONS = (
     _Level("mean", "equally"),
-    _Level("similarity_weighted", "by similarity"),
-    _Level("semantic_gated", "by relevance above a quantile", _GatedCall),
+    _Level("similarity_weighted", "by max(cosine, 0)"),
+    _Level(
+        "semantic_gated", "by normalised relevance or, below a quantile, 0", _GatedCall
+    ),
 )
 OUTPUTS = (
     _Level("residual", "move the kept row towards their mean", _BlendCall),

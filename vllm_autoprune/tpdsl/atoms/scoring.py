@@ -54,7 +54,11 @@ class _ProductFusion(AtomCall):
 
 class _ConfidenceFusion(_ProductFusion):
     beta: float = Field(
-        0.5, ge=0.0, le=4.0, description="relative gain of the base policy's first pick"
+        0.5,
+        ge=0.0,
+        le=4.0,
+        description="factor 1 + beta for the base policy's first pick, falling to 1 + beta / K for "
+        "its last, 1 for other tokens",
     )
 
     def describe(self, doc: str) -> str:
@@ -173,13 +177,14 @@ class _ConditionalKernel(KernelCall):
         None,
         ge=0.0,
         le=0.95,
-        description="strength of the exponential weight of quality; null: quality itself",
+        description="weight exp(theta q / (2 - 2 theta)) of the normalised quality q; null: q",
     )
     eps: float = Field(
         1e-6,
         ge=1e-8,
         le=1e-3,
-        description="added to the normalised quality, so that it is above 0 for every token",
+        description="in the normalised quality (quality - minimum + eps) / (maximum - minimum), so "
+        "that it is above 0 for every token",
     )
 
     def describe(self, doc: str) -> str:

@@ -180,7 +180,7 @@ class _MarginalSelector(_BoundedSelector):
         0.7,
         ge=0.0,
         le=1.0,
-        description="weight of quality; 1 - lam is the weight of similarity",
+        description="relevance: lam x quality less (1 - lam) x the largest cosine to a kept token",
     )
 
 

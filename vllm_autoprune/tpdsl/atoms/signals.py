@@ -130,8 +130,7 @@ class _Centrality(_SignalCall):
         None,
         ge=0.05,
         le=4.0,
-        description="exp(-bias x distance in half tile widths) in place of the Gaussian; null: the "
-        "Gaussian",
+        description="exp(-bias x distance in half tile widths); null: the Gaussian",
     )
 
     @property
