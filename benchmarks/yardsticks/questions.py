@@ -337,9 +337,8 @@ class Questions:
             """Tokens of all parts, then of the words that label them."""
             numbers = [part for part in parts if isinstance(part, Number)]
             names = [name for n in numbers for name in (n.label, n.head)]
-            columns = page.size.columns
             named = [*parts, *filter(None, names)]
-            tokens = [part.row * columns + part.column for part in named]
+            tokens = [page.size.token(part.row, part.column) for part in named]
             return list(dict.fromkeys(tokens))
 
         match kind, page.style:

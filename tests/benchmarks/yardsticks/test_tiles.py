@@ -101,6 +101,12 @@ def test_a_page_has_its_relations_within_tiles_and_no_text_twice(
                 assert word in page.words
                 assert size.token(word.row, word.column) // TILE_TOKENS == tile
             assert number.label is not None and number.label.row == number.row
+        kind = "value" if page.style == "list" else "cell"
+        for question in Questions(rng, page, size.cells, SEEN).generate(kind):
+            shown = dict(zip(tokens, parts, strict=True))
+            asked, *words = (shown[token] for token in question.evidence)
+            assert isinstance(asked, Number) and str(asked.value) == question.answer
+            assert {*words} == {*filter(None, (asked.label, asked.head))}
 
 
 @SIZES
