@@ -80,6 +80,16 @@ def start_by_matching(language: nn.Module) -> None:
         layer.mlp.down_proj.weight.mul_(_MLP_SCALE)
 
 
+def skip_frequencies(attention: nn.Module, count: int) -> None:
+    """Let heads that start by matching not read the fastest rotary frequencies."""
+    width: Any = attention.head_dim
+    for name in ("q_proj", "k_proj"):
+        weight = attention.get_parameter(f"{name}.weight")
+        # In a head, halves of pairs come first, then frequencies.
+        heads = weight.view(-1, 2, width // 2, weight.shape[1])
+        heads[:MATCH_HEADS, :, :count] = 0
+
+
 def naming_loss(
     tokenizer: Tokenizer, rows: Tensor, table: Tensor, fields: Mapping[str, Tensor]
 ) -> Tensor:

@@ -1,7 +1,7 @@
-"""Pictures that mini-InternVL's processor cuts into square tiles, followed by a thumbnail.
+"""Pictures of one or more square tiles, which processors do not resize.
 
-A tile has six by six visual tokens. The sides of a picture are multiples of a tile, so its tiles
-are not resized. Texts and shapes lie within one tile each.
+mini-InternVL's processor cuts pictures into tiles of six by six visual tokens, followed by a
+thumbnail; texts and shapes lie within one tile each.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import isqrt
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.yardsticks.pages import MERGE, NUMBERS, TOKEN, Page, PageStyle, Size
-from benchmarks.yardsticks.scenes import WORDS, normalize_pixels
+from benchmarks.yardsticks.scenes import CELL_PATCHES, WORDS, normalize_pixels
 
 SIDE = 6
-"""Side of a tile in tokens."""
+"""Side of mini-InternVL's tiles in tokens."""
 TILE = SIDE * TOKEN
-"""Side of a tile in pixels."""
+"""Side of mini-InternVL's tiles in pixels."""
 TILE_TOKENS = SIDE**2
 
 
@@ -29,14 +30,27 @@ TILE_TOKENS = SIDE**2
 class TiledSize(Size):
     """The size of a picture of tiles; ``rows`` and ``columns`` are those of its tiles' tokens.
 
+    ``side`` is that of a tile, in tokens.
     Tokens are in raster order within a tile. Tiles are in raster order, and the thumbnail, which
     shows the whole picture in one tile, is the last. A picture of a single tile has no thumbnail.
     """
 
+    side: int = SIDE
+
+    @property
+    def tile_pixels(self) -> int:
+        """Side of a tile in pixels."""
+        return self.side * TOKEN
+
+    @property
+    def tile_cells(self) -> int:
+        """Rows, and columns, of a scene's cells in a tile."""
+        return self.side * MERGE // CELL_PATCHES
+
     @property
     def tiles(self) -> tuple[int, int]:
         """Rows and columns of tiles."""
-        return self.rows // SIDE, self.columns // SIDE
+        return self.rows // self.side, self.columns // self.side
 
     @property
     def views(self) -> int:
@@ -47,7 +61,7 @@ class TiledSize(Size):
     @property
     def tokens(self) -> int:
         """Visual tokens in total, N."""
-        return self.views * TILE_TOKENS
+        return self.views * self.side**2
 
     @property
     def copies(self) -> int:
@@ -56,15 +70,15 @@ class TiledSize(Size):
 
     def token(self, row: int, column: int) -> int:
         """Index of the token of a tile that shows a place."""
-        tile = row // SIDE * self.tiles[1] + column // SIDE
-        return tile * TILE_TOKENS + row % SIDE * SIDE + column % SIDE
+        side = self.side
+        tile = row // side * self.tiles[1] + column // side
+        return tile * side**2 + row % side * side + column % side
 
     def tokens_at(self, row: int, column: int) -> Sequence[int]:
         """Indices of the tokens of a tile and of the thumbnail that show a place."""
         rows, columns = self.tiles
-        thumbnail = (
-            (self.views - 1) * TILE_TOKENS + row // rows * SIDE + column // columns
-        )
+        row_of_thumbnail = (self.views - 1) * self.side + row // rows
+        thumbnail = row_of_thumbnail * self.side + column // columns
         return (self.token(row, column), thumbnail)[: self.copies]
 
     def draw_page(
@@ -78,11 +92,11 @@ class TiledSize(Size):
             Page.draw(
                 rng,
                 style,
-                Size(SIDE, SIDE),
+                Size(self.side, self.side),
                 max_words // len(tiles),
                 names[index :: len(tiles)],
                 values[index :: len(tiles)],
-            ).move(row * SIDE, column * SIDE)
+            ).move(row * self.side, column * self.side)
             for index, (row, column) in enumerate(tiles)
         ]
         return Page(
@@ -94,13 +108,14 @@ class TiledSize(Size):
         )
 
     def split_tiles(self, images: Tensor) -> Tensor:
-        """Normalised tiles and thumbnails (B, V, 3, TILE, TILE) of images (B, 3, H, W) uint8."""
+        """Normalised tiles and thumbnails (B, V, 3, S, S) of images (B, 3, H, W) uint8."""
         rows, columns = self.tiles
-        view = images.view(len(images), 3, rows, TILE, columns, TILE)
+        side = self.tile_pixels
+        view = images.view(len(images), 3, rows, side, columns, side)
         tiles = view.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
         if self.copies > 1:
             resized = F.interpolate(
-                images.float(), (TILE, TILE), mode="bicubic", antialias=True
+                images.float(), (side, side), mode="bicubic", antialias=True
             )
             thumbnail = resized.round().clamp(0, 255).to(torch.uint8)
             tiles = torch.cat((tiles, thumbnail[:, None]), 1)
@@ -109,8 +124,9 @@ class TiledSize(Size):
     def frames(self) -> list[tuple[tuple[float, float], tuple[float, float]]]:
         """Scale (x, y) and offset (x, y) from pixels of the picture to those of every view."""
         rows, columns = self.tiles
+        side = float(self.tile_pixels)
         frames = [
-            ((1.0, 1.0), (float(column * TILE), float(row * TILE)))
+            ((1.0, 1.0), (column * side, row * side))
             for row, column in product(range(rows), range(columns))
         ]
         if self.copies > 1:
@@ -119,7 +135,7 @@ class TiledSize(Size):
 
 
 SIZES = (TiledSize(SIDE, SIDE), TiledSize(SIDE, 2 * SIDE), TiledSize(2 * SIDE, SIDE))
-"""Sizes of all pictures: one tile, two side by side, two one above the other."""
+"""Sizes of mini-InternVL's pictures: one tile, two side by side, two one above the other."""
 
 
 def order_patches(states: Tensor) -> Tensor:
@@ -127,5 +143,6 @@ def order_patches(states: Tensor) -> Tensor:
 
     The patches of a token are in the order in which pixel shuffle joins their channels.
     """
-    view = states.unflatten(1, (SIDE, MERGE, SIDE, MERGE))
+    side = isqrt(states.shape[1]) // MERGE
+    view = states.unflatten(1, (side, MERGE, side, MERGE))
     return view.transpose(2, 3).flatten(3, 4).flatten(1, 2)

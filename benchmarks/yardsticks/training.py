@@ -40,6 +40,7 @@ _TABLES = ("embed", "lm_head", "heads")
 # Values of `blocks` for the shared prefix and for padding.
 _PREFIX = -1
 _PADDING = -2
+_NOWHERE = slice(0)
 
 
 class _Stage(FrozenModel):
@@ -341,11 +342,15 @@ class TextBatch:
         ]
         return cls(*torch.tensor(padded).unbind(-1))
 
-    def mask(self, prefix: int) -> Tensor:
-        """Additive mask (B, 1, T, T): a token sees the prefix and the past of its block."""
+    def mask(self, prefix: int, mutual: slice = _NOWHERE) -> Tensor:
+        """Additive mask (B, 1, T, T): a token sees the prefix and the past of its block.
+
+        In every other sequence, tokens at the `mutual` positions see each other.
+        """
         blocks = F.pad(self.blocks, (prefix, 0), value=_PREFIX)
         same_block = blocks[:, :, None] == blocks[:, None, :]
         allowed = (same_block | (blocks == _PREFIX)[:, None, :]).tril()
+        allowed[::2, mutual, mutual] = True
         return torch.zeros(allowed.shape).masked_fill_(~allowed, -1e9)[:, None]
 
     def answer_loss(
@@ -354,12 +359,13 @@ class TextBatch:
         language: nn.Module,
         prefix: Tensor,
         positions: Tensor,
+        mutual: slice = _NOWHERE,
         **inputs: object,
     ) -> tuple[Tensor, BaseModelOutput]:
         """Cross entropy on answer tokens, and the output of the model's language model.
 
-        All blocks follow the prefix embeddings (B, P, D) at positions (..., B, P); `inputs` are
-        other arguments of the language model.
+        All blocks follow the prefix embeddings (B, P, D) at positions (..., B, P). `mutual` is
+        that of :meth:`mask`; `inputs` are other arguments of the language model.
         """
         count = prefix.shape[1]
         own_positions = self.positions.expand(*positions.shape[:-1], -1)
@@ -367,7 +373,7 @@ class TextBatch:
             inputs_embeds=torch.cat(
                 (prefix, model.get_input_embeddings()(self.texts)), 1
             ),
-            attention_mask=self.mask(count),
+            attention_mask=self.mask(count, mutual),
             position_ids=torch.cat((positions, own_positions), -1),
             use_cache=False,
             **inputs,
