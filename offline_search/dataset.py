@@ -80,6 +80,24 @@ class Dataset:
             for example in self.splits[split]
         )
 
+    def ask_models(self, models: Sequence[str]) -> Dataset:
+        """The data set with every question once for each of several ``models``, in their order.
+
+        Questions about an image stay together, and any run of questions has equally many of each
+        model. Without models, the data set itself.
+        """
+        if not models:
+            return self
+        splits = {
+            split: [
+                example.model_copy(update={"model": model})
+                for example in examples
+                for model in models
+            ]
+            for split, examples in self.splits.items()
+        }
+        return replace(self, splits=splits)
+
     def in_blocks(self, size: int, seed: int) -> Dataset:
         """The data set with its search split in stratified order if it has over ``size`` questions.
 

@@ -81,7 +81,7 @@ class Strata:
     """Post-stratification: categories of questions, and the weight of each category in a mean.
 
     ``codes`` ``(M,)`` has the category of each question, ``shares`` ``(C,)`` the shares of the
-    categories in the population that a mean stands for.
+    categories in the population that a mean stands for. With several models, a category is of one.
     """
 
     codes: NDArray[np.int64]
@@ -90,7 +90,7 @@ class Strata:
     @classmethod
     def of(cls, examples: Sequence[Example], population: NDArray[np.bool_]) -> Strata:
         """The categories of ``examples``, with their shares in the mask ``population`` ``(M,)``."""
-        names = [example.category for example in examples]
+        names = [example.stratum for example in examples]
         codes = np.unique(names, return_inverse=True)[1]
         counts = np.bincount(codes[population], minlength=codes.max(initial=0) + 1)
         return cls(codes, counts / max(counts.sum(), 1))

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Protocol
@@ -68,7 +68,7 @@ class EvaluationJob:
 
 
 class Evaluator(Protocol):
-    """Measures candidates on one model and data set; jobs may run concurrently."""
+    """Measures candidates on a data set and a model, or several; jobs may run concurrently."""
 
     @property
     def name(self) -> str:
@@ -79,8 +79,11 @@ class Evaluator(Protocol):
         """The examples."""
 
     @property
-    def image_facts(self) -> ImageFacts | None:
-        """Facts about the images that are known without probes; None if there are none."""
+    def image_facts(self) -> Mapping[str, ImageFacts]:
+        """Facts about the images by model, of a single model by the empty name.
+
+        Empty if none are known, or if probes have those of a single model.
+        """
 
     def probes(self) -> Sequence[VisualTokens]:
         """Visual tokens of a few search images, to detect duplicate states; may be empty."""
@@ -165,10 +168,11 @@ class _ServedInputs(BaseModel):
 
 
 class ServedEvaluator:
-    """Evaluator on one or several servers of the same model, among which the images are divided.
+    """Evaluator on servers of one model or of several; those of a model divide the images.
 
-    Requests of all jobs are in flight together and form one continuous batch on a server. Requests
-    about an image are consecutive and go to one server, so that its features are computed once.
+    With several models, every question of the data set is asked of each. Requests of all jobs are
+    in flight together and form one continuous batch on a server. Requests about an image are
+    consecutive and go to one server of a model, so that its features are computed once.
     """
 
     def __init__(
@@ -181,14 +185,19 @@ class ServedEvaluator:
         first_wait: float = 1.0,
         probes: Sequence[VisualTokens] = (),
     ) -> None:
-        """``probes`` are of the served model; ``first_wait``: seconds before the first retry."""
+        """``model`` is one that all servers have; ``probes`` are of the only model that is served.
+
+        ``first_wait``: seconds before the first retry.
+        """
         self.dataset = dataset
         self.name = ""
-        self.image_facts: ImageFacts | None = None
-        self._urls = urls
+        self.image_facts: Mapping[str, ImageFacts] = {}
         self._connection = connection
-        self._servers = [AsyncServerClient(url, connection=connection) for url in urls]
-        self._model = model or ""
+        self._servers = {
+            url: AsyncServerClient(url, connection=connection) for url in urls
+        }
+        self._required_model = model or ""
+        self._urls_of = {self._required_model: list(urls)}
         self._first_wait = first_wait
         self._probes = probes
 
@@ -196,11 +205,16 @@ class ServedEvaluator:
         """The probes given at construction; they cannot be read over HTTP."""
         return self._probes
 
-    async def prepare(self) -> None:
-        """Choose the model, and send one request with a state to every server.
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The models of the servers if these have several; empty if they have one."""
+        return tuple(self._urls_of) if len(self._urls_of) > 1 else ()
 
-        The model is the named one, else the first of the first server. Raises
-        :class:`ConfigError` with what is wrong with each server.
+    async def prepare(self) -> None:
+        """Choose the model of every server, and send it one request with a state.
+
+        The model is the named one, else that of an earlier server if it has it, else its first.
+        Raises :class:`ConfigError` with what is wrong with each server.
         """
         example = self.dataset.splits["search"][0]
         fields = {
@@ -210,18 +224,13 @@ class ServedEvaluator:
         }
         messages = self.dataset.messages(example)
         problems: list[Problem] = []
-        for url in self._urls:
+        urls_of = dict[str, list[str]]()
+        for url in self._servers:
             with ServerClient(url, self._connection) as server:
                 try:
-                    models = list(server.list_models())
-                    self._model = self._model or models[0]
-                    if self._model not in models:
-                        fix = f"serve {self._model}, or name a model of all with --server-model"
-                        what = f"serves {', '.join(models)}, not {self._model}"
-                        raise ConfigError("servers", [Problem(server.url, what, fix)])
-                    body = scoring_request(
-                        self._model, messages, example.answer, fields
-                    )
+                    model = self._choose_model(server, urls_of)
+                    urls_of.setdefault(model, []).append(url)
+                    body = scoring_request(model, messages, example.answer, fields)
                     read_scored_answer(server.chat(body), example.answer)
                 except RequestRefused as error:
                     (problem,) = error.problems
@@ -242,12 +251,37 @@ class ServedEvaluator:
                     problems.append(describe_failure(server.url, error))
         if problems:
             raise ConfigError("servers", problems)
-        self.name = f"{self._model} through vLLM, data {self.dataset.digest[:12]}"
+        # In one order, so that a search can be resumed with its servers in another.
+        self._urls_of = dict(sorted(urls_of.items()))
+        if self.models and self._probes:
+            what = f"has the tokens of one model, not of {' and '.join(self.models)}"
+            raise ConfigError("search", [Problem("--checkpoint", what, "leave it out")])
+        self.dataset = self.dataset.ask_models(self.models)
+        data = self.dataset.digest[:12]
+        self.name = f"{' and '.join(self._urls_of)} through vLLM, data {data}"
+
+    def _choose_model(self, server: ServerClient, chosen: Iterable[str]) -> str:
+        """The named model, else one that is ``chosen`` already, else the server's first."""
+        served = list(server.list_models())
+        if not self._required_model:
+            return next((model for model in chosen if model in served), served[0])
+        if self._required_model not in served:
+            fix = f"serve {self._required_model}, or name a model of all with --server-model"
+            what = f"serves {', '.join(served)}, not {self._required_model}"
+            raise ConfigError("servers", [Problem(server.url, what, fix)])
+        return self._required_model
 
     async def check_budget(self, budget: int | str) -> None:
-        """Raise :class:`ConfigError` for a K at which the first search images keep all tokens."""
+        """Raise :class:`ConfigError` for a K at which the first search images keep all tokens.
+
+        Of several models, each is checked.
+        """
+        for model in self._urls_of:
+            await self._check_budget_of(model, budget)
+
+    async def _check_budget_of(self, model: str, budget: int | str) -> None:
         lengths = dict[int | str, int]()
-        for example in self._list_first_examples():
+        for example in self._list_first_examples(model):
             for tokens in (0, budget, 1):
                 try:
                     lengths[tokens] = await self._count_prompt(example, tokens)
@@ -258,9 +292,12 @@ class ServedEvaluator:
         if lengths[1] == lengths[0]:
             what = "prunes nothing: with K = 1 a prompt is as long as without"
             fix = "install vllm-autoprune where it runs, and serve with --autoprune-requests states"
-            raise ConfigError("servers", [Problem(self._servers[0].url, what, fix)])
+            url = self._servers[self._urls_of[model][0]].url
+            raise ConfigError("servers", [Problem(url, what, fix)])
         count = lengths[0] - lengths[1] + 1
         what = f"{budget} keeps all tokens: an image has {count}"
+        if self.models:
+            what += f" on {model}"
         raise ConfigError(
             "search", [Problem("--budget", what, f"give less than {count}")]
         )
@@ -270,36 +307,54 @@ class ServedEvaluator:
 
         N follows from the lengths of prompts. A server without the page gives no facts.
         """
+        facts = {model: await self._read_facts_of(model) for model in self._urls_of}
+        self.image_facts = {
+            model if self.models else "": known
+            for model, known in facts.items()
+            if known is not None
+        }
+
+    async def _read_facts_of(self, model: str) -> ImageFacts | None:
         counts = set[int]()
-        for example in self._list_first_examples():
+        for example in self._list_first_examples(model):
             with contextlib.suppress(EvaluationFailed):
                 unpruned = await self._count_prompt(example, 0)
                 counts.add(unpruned - await self._count_prompt(example, 1) + 1)
         if not counts:
-            return
-        page = self._read_page()
+            return None
+        page = self._read_page(model)
         has_cls = None
         if page.unavailable is not None:
             has_cls = "cls_attention" not in page.unavailable
-        self.image_facts = ImageFacts(
-            tuple(sorted(counts)), has_cls=has_cls, sign=page.sign
-        )
+        return ImageFacts(tuple(sorted(counts)), has_cls=has_cls, sign=page.sign)
 
     def find_default_state(self) -> str:
-        """The default state of the served model's family; empty if it is not known."""
-        return find_default_state(self._model, self._read_page().architecture)
+        """The default state of the served model's family; empty if it is not known.
 
-    def _read_page(self) -> _ServedInputs:
+        Also empty if the families of several models have different ones.
+        """
+        names = {
+            find_default_state(model, self._read_page(model).architecture)
+            for model in self._urls_of
+        }
+        return names.pop() if len(names) == 1 else ""
+
+    def _read_page(self, model: str) -> _ServedInputs:
+        url = self._urls_of[model][0]
         with (
-            ServerClient(self._urls[0], self._connection) as server,
+            ServerClient(url, self._connection) as server,
             contextlib.suppress(*FAILURES, ValidationError),
         ):
             return _ServedInputs.model_validate(server.read_served())
         return _ServedInputs()
 
-    def _list_first_examples(self) -> list[Example]:
-        """One example for each of the first search images."""
-        examples = {example.image: example for example in self.dataset.splits["search"]}
+    def _list_first_examples(self, model: str) -> list[Example]:
+        """One example of a model for each of the first search images."""
+        examples = {
+            example.image: example
+            for example in self.dataset.splits["search"]
+            if example.model in ("", model)
+        }
         return list(islice(examples.values(), _CHECKED_IMAGES))
 
     async def _count_prompt(self, example: Example, budget: int | str) -> int:
@@ -311,8 +366,8 @@ class ServedEvaluator:
     async def evaluate(self, job: EvaluationJob) -> Answers:
         """Answers to a job.
 
-        Every example goes to the server that its image is assigned to, and to the next after a
-        failure.
+        Every example goes to the server of its model that its image is assigned to, and to the next
+        after a failure.
         """
         pruning = pruning_options(job.candidate, job.budget)
         examples = self.dataset.splits[job.split][job.start : job.stop]
@@ -326,15 +381,16 @@ class ServedEvaluator:
         self, example: Example, pruning: Mapping[str, object]
     ) -> tuple[float, bool, int]:
         """Log-probability of the answer, whether it is right, and the tokens of the prompt."""
+        model = example.model or next(iter(self._urls_of))
+        servers = [self._servers[url] for url in self._urls_of[model]]
         place = int.from_bytes(
             hashlib.sha256(example.image.encode()).digest()[:4], "big"
         )
-        place %= len(self._servers)
-        servers = [*self._servers[place:], *self._servers[:place]]
+        place %= len(servers)
         try:
             scored = await score_answer(
-                servers,
-                self._model,
+                [*servers[place:], *servers[:place]],
+                model,
                 self.dataset.messages(example),
                 example.answer,
                 {"mm_processor_kwargs": {"autoprune": pruning}},
@@ -347,5 +403,5 @@ class ServedEvaluator:
 
     async def close(self) -> None:
         """Close all connections."""
-        for server in self._servers:
+        for server in self._servers.values():
             await server.close()

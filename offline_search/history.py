@@ -27,6 +27,7 @@ from offline_search.differences import (
     fit_difficulty,
 )
 from offline_search.ledger import ProposalRecord, Standing, TrialRecord
+from offline_search.models import mask_models
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.statistics import Floats, round_portably
 from vllm_autoprune.tpdsl.state import PruningState
@@ -57,12 +58,12 @@ class Answers:
         shares over all ``examples`` of the split. Accuracy+ counts a group of examples, such as a
         pair, if all of those answered so far are right.
         """
-        paired = {example.category for example in examples if example.pair is not None}
-        questions = Counter(example.category for example in examples)
+        paired = {example.stratum for example in examples if example.pair is not None}
+        questions = Counter(example.stratum for example in examples)
         keys = [
             None
-            if example.pair is None and example.category in paired
-            else (example.category, example.image, example.pair)
+            if example.pair is None and example.stratum in paired
+            else (example.stratum, example.image, example.pair)
             for example in examples
         ]
         sizes = Counter(key for key in keys if key is not None)
@@ -71,9 +72,9 @@ class Answers:
         wrong = {key for key, correct in answered if not correct}
         values = []
         for example, (key, correct) in zip(examples, answered, strict=False):
-            value = correct / questions[example.category]
+            value = correct / questions[example.stratum]
             if key is not None and key not in wrong:
-                value += 1 / (sizes[key] * groups[example.category])
+                value += 1 / (sizes[key] * groups[example.stratum])
             values.append(value)
         return len(examples) * np.asarray(values) / 10
 
@@ -364,7 +365,7 @@ class History:
     def count_categories(self) -> dict[str, int]:
         """Number of questions by category that any trial was asked so far."""
         rows = np.flatnonzero(self._population())
-        return dict(Counter(self.examples[row].category for row in rows))
+        return dict(Counter(self.examples[row].stratum for row in rows))
 
     def by_category(self, trial: Trial) -> dict[str, CategoryMean]:
         """Means of a trial's values in the categories that it was asked questions of.
@@ -375,7 +376,7 @@ class History:
         means = dict[str, CategoryMean]()
         if values is None:
             return means
-        names = np.array([example.category for example in self.examples])
+        names = np.array([example.stratum for example in self.examples])
         difficulty = self.difficulty()
         for name in self.count_categories():
             rows = np.flatnonzero((names == name) & np.isfinite(values))
@@ -389,6 +390,19 @@ class History:
                     estimate=round_portably(float(estimate)),
                 )
         return means
+
+    def gains_by_model(self, trial: Trial) -> dict[str, float]:
+        """Mean gain of a trial over the base policy on each of several models, where asked."""
+        values = self.values(trial)
+        gains = dict[str, float]()
+        if values is None:
+            return gains
+        for name, mask in mask_models(self.examples).items():
+            rows = mask & np.isfinite(values)
+            if rows.any():
+                mean = float((values - self.base_values)[rows].mean())
+                gains[name] = round_portably(mean)
+        return gains
 
     def _population(self) -> NDArray[np.bool_]:
         """Mask ``(M,)`` of the questions asked so far, all of which the base policy was asked."""

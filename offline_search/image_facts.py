@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from offline_search.settings import Space
+from offline_search.settings import Settings, Space
 from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.atoms.pools import MAX_POOL_RATIO
+from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 Interval = tuple[float, float]
@@ -105,6 +106,22 @@ class ImageFacts:
         if self.has_wide_words is not None:
             are = "are" if self.has_wide_words else "are not"
             yield f"Embeddings of words {are} as wide as the tokens' features."
+
+
+def describe_facts(facts: Mapping[str, ImageFacts], settings: Settings) -> str:
+    """A paragraph on the images as each model takes them; empty if nothing is known.
+
+    ``facts`` are by model, of a search with one model by the empty name.
+    """
+    budget = BudgetCall.parse(settings.budgets[0])
+    texts: list[str] = []
+    for model, known in facts.items():
+        kept = budget.tokens_kept(known.counts[0])
+        text = known.describe(kept, settings.space)
+        if model:
+            text = f"{model}: {text} K of the smallest is {kept}."
+        texts.append(text)
+    return "\n".join([*texts, "", ""]) if texts else ""
 
 
 def _describe_pools(tokens: int, kept: int) -> str:

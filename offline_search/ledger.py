@@ -239,6 +239,14 @@ class SummaryRecord(_Record):
     )
 
 
+class ModelComparison(FrozenModel):
+    """Scores of a state on one of several models, and paired differences as in a comparison."""
+
+    accuracy: float
+    gain: Estimate
+    accuracy_gain: Estimate
+
+
 class Comparison(FrozenModel):
     """Scores of a state on a held-out split, and paired differences from the base policy."""
 
@@ -253,6 +261,11 @@ class Comparison(FrozenModel):
         description="objective less the base policy's, on the same examples"
     )
     accuracy_gain: Estimate
+    models: dict[str, ModelComparison] = Field(
+        default={},
+        exclude_if=lambda models: not models,
+        description="the same on each model, where a search has several",
+    )
 
 
 class WinnerRecord(_Record):
@@ -279,6 +292,17 @@ class WinnerRecord(_Record):
         exclude_if=lambda gains: not gains,
         description="by proposal: paired gain over the base policy on both splits, with two "
         "standard errors either way; the lower bound decides",
+    )
+    model_gains: dict[str, dict[str, float]] = Field(
+        default={},
+        exclude_if=lambda gains: not gains,
+        description="by proposal and model, where a search has several: as gains",
+    )
+    losses: dict[str, float] = Field(
+        default={},
+        exclude_if=lambda losses: not losses,
+        description="by model, where a search has several: mean loss of the base policy in nats, "
+        "the unit of its values",
     )
     test: Comparison
     base: Comparison

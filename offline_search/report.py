@@ -141,8 +141,11 @@ class _SearchReport:
             for budget, values in base.items()
             if len(values) == len(full)
         }
-        # MME's total needs the categories of the questions, which the ledger does not have.
-        if self.settings.objective == "mme" or len(base) < len(self.settings.budgets):
+        # MME's total needs the categories of the questions, which the ledger does not have, and
+        # the values of several models their scales, which only its end has.
+        settings = self.settings
+        needs_more = settings.objective == "mme" or settings.models
+        if needs_more or len(base) < len(settings.budgets):
             return None
         return round(
             float(np.mean([(values - full).mean() for values in base.values()])), 6
@@ -168,7 +171,10 @@ class _SearchReport:
                 name = f"{settings.default_state}, the default state of this model"
                 answer += f"; it {self._describe_gain(less, name)}"
             elif not settings.default_state:
-                facts.append("default state of the served model: not known")
+                which = (
+                    "models: none in common" if settings.models else "model: not known"
+                )
+                facts.append(f"default state of the served {which}")
             answer += "."
             if advice := _advise_base_policy(winner, settings):
                 answer += f" {advice}."
@@ -181,6 +187,8 @@ class _SearchReport:
                 leader = self.standings[max(self.standings)].best
             sections = [self._describe_finalists(winner, leader)]
             sections.append(self._describe_test(winner))
+            if winner.test.models:
+                sections.append(_describe_models(winner))
         elif ranked:
             measured = self.base_objective
             is_behind = measured is not None and measured >= ranked[0].score
@@ -300,9 +308,16 @@ class _SearchReport:
         if best == name:
             return f"{name} has the best lower bound of its gain, {bound}."
         (own_bound,) = self._format(winner.gains[name].low)
+        reason = "is simpler: fewer atoms, or a smaller q_e"
+        if winner.model_gains:
+            least = [min(winner.model_gains[rival].values()) for rival in (name, best)]
+            ours, theirs = self._format(*least)
+            reason = (
+                f"gains more on the model where it gains least, {ours} against {theirs}"
+            )
         return (
             f"{best} has the best lower bound of its gain, {bound} ({name}: {own_bound}), but is "
-            f"tied with {name}, which is simpler: fewer atoms, or a smaller q_e."
+            f"tied with {name}, which {reason}."
         )
 
     def _describe_test(self, winner: WinnerRecord) -> Section:
@@ -422,6 +437,32 @@ def read_report(records: Iterable[Record]) -> _SearchReport:
     )
 
 
+def _describe_models(winner: WinnerRecord) -> Section:
+    """The winner's gains on each model on the test split, and those of all finalists before it."""
+    tested: list[Row] = []
+    for name, scores in winner.test.models.items():
+        gain = _format_interval(scores.gain)
+        accuracy = _format_interval(scores.accuracy_gain, 100.0)
+        loss = f"{winner.losses[name]:.3f}"
+        tested.append([name, loss, gain, _percent(scores.accuracy), accuracy])
+    head = ["model", "loss of the base policy, nats", "gain", "accuracy %"]
+    head.append("accuracy gain, points")
+    test = Table("Winner by model, test split", head, tested, "lrrrr")
+    names = list(winner.test.models)
+    rows: list[Row] = [
+        [candidate, *(f"{gains[name]:+.3f}" for name in names)]
+        for candidate, gains in winner.model_gains.items()
+    ]
+    columns = "l" + "r" * len(names)
+    title = "Gains by model, search and validation"
+    finalists = Table(title, ["candidate", *names], rows, columns)
+    text = (
+        "A gain is a share of what the base policy alone loses on the model: of +0.3, three tenths "
+        "of the loss are won back. The objective is the mean over the models."
+    )
+    return Section("Each model", [text], tables=[test, finalists])
+
+
 def _advise_base_policy(winner: WinnerRecord, settings: Settings) -> str:
     """How to serve the base policy alone, where the winner's mean is behind it; else empty."""
     gains = {"the test split": winner.test.gain}
@@ -478,6 +519,9 @@ class ProgressLog:
 
     def on_start(self, history: History, questions: int) -> None:
         """Write the base policy's objective."""
+        models = ", ".join(dict.fromkeys(e.model for e in history.examples if e.model))
+        if models:
+            self._write(f"several models: {models}")
         base = history.base.result.objective or 0.0
         elapsed = self._clock() - self._created
         self._write(

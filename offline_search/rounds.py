@@ -27,6 +27,7 @@ from offline_search.ledger import (
     TrialRecord,
     VerdictRecord,
 )
+from offline_search.models import ModelScales
 from offline_search.schedule import RACING_ERRORS, RACING_STAGES, count_of_share
 from offline_search.settings import Settings
 from vllm_autoprune.errors import AutopruneError, EvaluationFailed
@@ -100,6 +101,8 @@ class RoundEvaluator:
     examples: Sequence[Example]
     probes: Sequence[VisualTokens]
     """Visual tokens of a few images, as the served model computes them."""
+    scales: ModelScales = field(default_factory=ModelScales)
+    """Scales of the models, which are measured with the base policy."""
     _full: Answers = field(default_factory=Answers)
     """Answers of the unpruned model to the questions of the round."""
     _name_of: dict[str, str] = field(default_factory=dict)
@@ -108,8 +111,13 @@ class RoundEvaluator:
     """Range of the round's questions among ``examples``."""
 
     def __post_init__(self) -> None:
-        images = [example.image for example in self.examples]
-        self.blocks = cut_blocks(images, self.settings.block)
+        # Several models are asked in turn; no block asks one of them more than another.
+        models = max(len(self.settings.models), 1)
+        images = [example.image for example in self.examples[::models]]
+        self.blocks = [
+            slice(models * block.start, models * block.stop)
+            for block in cut_blocks(images, self.settings.block)
+        ]
 
     @property
     def _questions(self) -> Sequence[Example]:
@@ -122,6 +130,7 @@ class RoundEvaluator:
             round=0, index=0, origin="base policy", digest=base.digest
         )
         candidate = await self._open_block(1, proposal, base)
+        self.scales = ModelScales.measure(self._questions, self._values(candidate))
         for key in (base.digest, self._fingerprint(base)):
             self._name_of[key] = BASE_PARENT
         names_bases = bool(self.settings.proposer and self.settings.bases)
@@ -287,9 +296,12 @@ class RoundEvaluator:
     def _values_by_budget(self, candidate: _Candidate) -> Floats:
         """Values of the answers minus the unpruned model's at each budget, ``(B, M)``."""
         objective = self.settings.objective
+        questions = self._questions
         return np.array(
             [
-                answers.relative_to(self._full, self._questions, objective)
+                self.scales.apply(
+                    questions, answers.relative_to(self._full, questions, objective)
+                )
                 for answers in candidate.answers
             ]
         )

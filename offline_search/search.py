@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -29,7 +29,7 @@ from offline_search.components import structure
 from offline_search.dataset import SPLITS, Dataset, Split, read_dataset
 from offline_search.evaluator import EvaluationJob, Evaluator, RecordedEvaluator
 from offline_search.history import Answers, History, gave_up
-from offline_search.image_facts import ImageFacts
+from offline_search.image_facts import ImageFacts, describe_facts
 from offline_search.ledger import (
     Cost,
     Ledger,
@@ -40,6 +40,7 @@ from offline_search.ledger import (
     read_ledger,
     select_records,
 )
+from offline_search.models import check_objective
 from offline_search.prompt import Messages, describe_request, proposal_prompt
 from offline_search.proposer import ProposalClient, Proposer
 from offline_search.report import ProgressLog
@@ -51,7 +52,6 @@ from offline_search.strategies.language_model import Round
 from offline_search.summary import summarize
 from offline_search.winner import HeldOutEvaluator
 from vllm_autoprune.errors import SearchError
-from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
@@ -80,6 +80,7 @@ class Search:
         most_money: float | None = None,
         observer: ProgressLog = _SILENT,
     ) -> None:
+        check_objective(settings)
         self._settings = settings
         self._ledger = ledger
         self._observer = observer
@@ -89,16 +90,12 @@ class Search:
         self._client = ProposalClient(settings, ledger, proposer, most_money)
         examples = self._dataset.splits["search"]
         probes = evaluator.probes()
-        facts = ImageFacts.of_probes(probes) if probes else evaluator.image_facts
-        self._facts = ""
-        if settings.proposer and facts is not None:
-            kept = BudgetCall.parse(settings.budgets[0]).tokens_kept(facts.counts[0])
-            self._facts = f"{facts.describe(kept, settings.space)}\n\n"
+        facts = evaluator.image_facts
+        if probes and not facts:
+            facts = {"": ImageFacts.of_probes(probes)}
+        self._facts = describe_facts(facts, settings) if settings.proposer else ""
         self._rounds = RoundEvaluator(
             settings, ledger, self._evaluator, examples, probes
-        )
-        self._held_out = HeldOutEvaluator(
-            settings, self._evaluator, self._dataset, self._base
         )
         blocks = self._rounds.blocks
         self._budget = EvaluationBudget(settings, blocks[0].stop, len(blocks) > 1)
@@ -138,7 +135,7 @@ class Search:
                 "no candidate was evaluated to the end",
                 "`vllm-autoprune search report` has the reasons; fix them and begin a new ledger",
             )
-        winner = self._ledger.put(await self._held_out.choose_winner(history))
+        winner = self._ledger.put(await self._hold_out().choose_winner(history))
         self._observer.on_finish(winner, settings)
         return winner
 
@@ -166,11 +163,22 @@ class Search:
         end the search only when it is almost done.
         """
         history = await self._rounds.evaluate_baselines(self._base)
-        await self._held_out.compare(self._base, "validation")
-        await self._held_out.compare(self._base, "test")
+        held_out = self._hold_out()
+        await held_out.compare(self._base, "validation")
+        await held_out.compare(self._base, "test")
         history.resolution = self._settings.resolution or 0.0
         self._observer.on_start(history, self._budget.questions)
         return history
+
+    def _hold_out(self) -> HeldOutEvaluator:
+        """The evaluator on held-out splits, in the scales that the base policy's losses give."""
+        return HeldOutEvaluator(
+            self._settings,
+            self._evaluator,
+            self._dataset,
+            self._base,
+            self._rounds.scales,
+        )
 
     def _plan_round(
         self, number: int, history: History, summary: str, plateau: Plateau
@@ -215,7 +223,7 @@ class _Recording:
 
     name: str
     dataset: Dataset
-    image_facts: ImageFacts | None = None
+    image_facts: Mapping[str, ImageFacts] = field(default_factory=dict)
 
     def probes(self) -> Sequence[VisualTokens]:
         return ()
@@ -246,7 +254,8 @@ async def replay(
     def read(settings: Settings) -> Dataset:
         # The seed determines the order of the questions, and with ``images`` their selection.
         dataset = read_dataset(data, settings.seed, images)
-        return dataset.in_blocks(settings.block, settings.seed)
+        ordered = dataset.in_blocks(settings.block, settings.seed)
+        return ordered.ask_models(settings.models)
 
     return await replay_on(read, recording, into)
 
@@ -298,7 +307,8 @@ def estimate_cost(
     """The first prompt of a search, and its number of requests, its cost, and answers by split.
 
     Requests and answers are upper bounds without repairs; tokens and money are rough averages.
-    ``price`` is that of a million prompt tokens, and of a million reply tokens.
+    ``dataset`` has every question once. ``price`` is that of a million prompt tokens, and of a
+    million reply tokens.
     """
     history = "(the history comes here)"
     example = minimal_state(settings)
@@ -329,5 +339,7 @@ def estimate_cost(
     if len(pool := dataset.splits["search"]) > settings.block:
         answers["search"] = len(pool) * (1 + budgets)
         answers["search"] += settings.block * settings.total_candidates * budgets
+    models = max(len(settings.models), 1)
+    answers = {split: models * count for split, count in answers.items()}
     cost = Cost.at(price, prompt_tokens, rounds * proposals * _REPLY_TOKENS)
     return messages, calls, cost, answers

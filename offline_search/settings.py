@@ -195,8 +195,8 @@ class SearchChoices(FrozenModel):
         ge=8,
         exclude_if=lambda size: size == DEFAULT_BLOCK,
         title="N",
-        description="questions that a candidate is asked in full; where the search split has more, "
-        "every round has fresh ones, in proportion of the categories",
+        description="questions that a candidate is asked in full, by each model; where the search "
+        "split has more, every round has fresh ones, in proportion of the categories",
     )
     resolution: float | None = Field(
         default=None,
@@ -236,6 +236,11 @@ class Settings(SearchChoices):
     )
     evaluator: str = Field(
         default="", description="model and data that candidates are measured on"
+    )
+    models: tuple[str, ...] = Field(
+        default=(),
+        exclude_if=lambda names: not names,
+        description="models that every candidate is measured on; empty: one, that of the evaluator",
     )
     default_state: str = Field(
         default="",
@@ -299,6 +304,8 @@ class Settings(SearchChoices):
     @property
     def objective_unit(self) -> str:
         """The unit of the objective."""
+        if self.models:
+            return "of the base policy's loss"
         return "thousand points" if self.objective == "mme" else "nats"
 
     @property
@@ -309,6 +316,8 @@ class Settings(SearchChoices):
         )
         if self.objective == "mme":
             what = "MME's total less that of the model with all tokens"
+        if self.models:
+            return f"{what}, as a share {self.objective_unit}, mean of {' and '.join(self.models)}"
         return f"{what}, in {self.objective_unit}"
 
 
@@ -327,12 +336,13 @@ class EvaluationOptions(FrozenModel):
     server_url: list[str] = Field(
         default=[],
         title="URL",
-        description="vllm serve with --autoprune-requests states; repeat it for several servers",
+        description="vllm serve with --autoprune-requests states; repeat it for several servers: "
+        "those of one model share the questions, several models are asked each of them",
     )
     server_model: str | None = Field(
         default=None,
         title="NAME",
-        description="model to evaluate, if a server has several",
+        description="model to evaluate, if a server has several; all servers need it",
     )
     checkpoint: Path | None = Field(
         default=None,

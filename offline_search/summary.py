@@ -48,7 +48,7 @@ _MAX_FIRST = 3
 """Number of best candidates, of different structures, that are printed before all others."""
 
 _CANDIDATES = (
-    "Candidates: score, on how many questions{dropped}; differences to {references}; by category "
+    "Candidates: score, on how many questions{dropped}; differences to {references}; by {parts} "
     "the mean of its answers less that of base on the same questions, where it was asked {minimum} "
     "or more{exchanges}; policy, whole or as changes of another."
 )
@@ -94,6 +94,11 @@ class _Summary:
     def resolution(self) -> float:
         """The difference within which verdicts are the same."""
         return self.history.usual_resolution()
+
+    @cached_property
+    def _has_models(self) -> bool:
+        """Whether a search has several models."""
+        return any(example.model for example in self.history.examples)
 
     @cached_property
     def categories(self) -> Sequence[str]:
@@ -192,7 +197,7 @@ class _Summary:
         rows = [
             row
             for row, example in enumerate(history.examples)
-            if example.category == category
+            if example.stratum == category
         ]
         values = history.best_values()
         asked = [row for row in rows if np.isfinite(history.base_values[row])]
@@ -315,6 +320,7 @@ class _Summary:
         return _CANDIDATES.format(
             references=text,
             dropped=", why it was dropped if it was" if dropped else "",
+            parts="model, then by category" if self._has_models else "category",
             minimum=MINIMUM_IMAGES,
             exchanges=_EXCHANGES if probed else "",
         )
@@ -338,7 +344,7 @@ class _Summary:
         return f"{score} on {count} questions{dropped}"
 
     def _list_figures(self, trial: Trial) -> Iterator[str]:
-        """Differences, categories, exchanges and idle parts of a measured candidate."""
+        """Differences, gains, exchanges and idle parts of a measured candidate."""
         if trial.values is None:
             return
         history = self.history
@@ -348,14 +354,7 @@ class _Summary:
             gap = history.compare_paired(trial, reference)
             if gap.questions:
                 yield f"to {name} {gap.describe(self.decimals, self.resolution)}"
-        means = history.by_category(trial)
-        gains = [
-            f"{name} {self._format_score(means[name].value - means[name].base)}"
-            for name in self.categories
-            if name in means and means[name].questions >= MINIMUM_IMAGES
-        ]
-        if gains:
-            yield ", ".join(gains)
+        yield from self._list_gains(trial)
         state = trial.require_state()
         if trial.exchanges is not None and not _is_idle(state):
             yield f"exchanges {trial.exchanges:.1f} tokens"
@@ -373,6 +372,21 @@ class _Summary:
         if state.reassembly.idle:
             sorts = state.reassembly.atom.endswith((".score", ".pick"))
             yield f"reassembly changes {'the order of rows alone' if sorts else 'no row'}"
+
+    def _list_gains(self, trial: Trial) -> Iterator[str]:
+        """Gains over the base policy by model, if there are several, then by category."""
+        history = self.history
+        means = history.by_category(trial)
+        of_categories = {
+            name: means[name].value - means[name].base
+            for name in self.categories
+            if name in means and means[name].questions >= MINIMUM_IMAGES
+        }
+        for gains in (history.gains_by_model(trial), of_categories):
+            if gains:
+                yield ", ".join(
+                    f"{name} {self._format_score(gain)}" for name, gain in gains.items()
+                )
 
     def _describe_policy(self, trial: Trial, printed: Mapping[str, Trial]) -> str:
         """The candidate as changes of a parent that is printed, or as a whole."""

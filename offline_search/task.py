@@ -99,6 +99,13 @@ _OBJECTIVES: Mapping[Objective, str] = {
 }
 
 
+_SHARE = (
+    "the mean over the models, each of which counts alike, of the log-probability of the reference "
+    "answers less that of the model with all tokens, as a share of what the base policy alone "
+    "loses on that model: -1 is about as the base policy alone"
+)
+
+
 @cache
 def describe_task(settings: Settings) -> str:
     """The constant part of all prompts: the goal, the language, and how policies are scored."""
@@ -122,7 +129,7 @@ def describe_task(settings: Settings) -> str:
         _describe_goal(settings),
         _STEPS.format(quota=quota, signs=signs, positions=_PLACES[settings.positions]),
         _SCORES.format(
-            score=_OBJECTIVES[settings.objective],
+            score=_SHARE if settings.models else _OBJECTIVES[settings.objective],
             smallest=SMALLEST_CHANGE,
             resolution=resolution,
         ),
@@ -194,6 +201,12 @@ def _describe_goal(settings: Settings) -> str:
     if len(settings.budgets) > 1:
         others = ", ".join(map(str, settings.budgets[1:]))
         goal += f"It is measured at K = {others} too, and scores are means over these. "
+    if settings.models:
+        goal += (
+            f"One policy has to suit {len(settings.models)} models: {', '.join(settings.models)}. "
+            "N and K are each model's own, and a question counts once for each model that is "
+            "asked; a category is one of a model. "
+        )
     if settings.bases:
         listed = "\n".join(
             f"- {name}: {BASE_POLICIES[name].doc}" for name in settings.bases

@@ -2,8 +2,9 @@
 
 The winner has the best lower bound of its paired gain over the base policy on search and validation
 examples together: the search split alone overestimates candidates that were lucky on it, and the
-validation split alone is a smaller sample. Among tied candidates, the simplest wins. The winner is
-reported on the test split, beside the base policy on the same examples.
+validation split alone is a smaller sample. Among tied candidates, the simplest wins; with
+several models, the one that gains most on the model where it gains least. The winner is reported on
+the test split, beside the base policy on the same examples.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import JsonValue
 
 from offline_search.components import structure
@@ -22,7 +24,8 @@ from offline_search.dataset import Dataset, Split
 from offline_search.differences import Difference, compare, fit_difficulty
 from offline_search.evaluator import EvaluationJob, RecordedEvaluator
 from offline_search.history import Answers, History, Trial, rounded_mean
-from offline_search.ledger import Comparison, WinnerRecord
+from offline_search.ledger import Comparison, ModelComparison, WinnerRecord
+from offline_search.models import ModelScales, mask_models
 from offline_search.settings import Settings
 from vllm_autoprune.errors import EvaluationFailed, SearchError
 from vllm_autoprune.evaluation.questions import Example
@@ -61,11 +64,13 @@ class _Finals:
 
     ``compare`` corrects values for the difficulty of questions, fitted on both splits together: the
     splits differ in difficulty, and candidates differ in how many questions of each they answered.
+    ``models`` has the mask ``(M + V,)`` of each of several models.
     """
 
     finalists: Mapping[str, _Finalist]
     base: Floats
     compare: Callable[[Floats, Floats], Difference]
+    models: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
 
     @cached_property
     def gains(self) -> dict[str, Difference]:
@@ -75,21 +80,44 @@ class _Finals:
             for name, finalist in self.finalists.items()
         }
 
+    @cached_property
+    def model_gains(self) -> dict[str, dict[str, float]]:
+        """Paired gains over the base policy on each of several models; empty with one model."""
+        if not self.models:
+            return {}
+
+        def gain(values: Floats, mask: NDArray[np.bool_]) -> float:
+            asked = np.where(mask, values, np.nan)
+            base = np.where(mask, self.base, np.nan)
+            return round_portably(self.compare(asked, base).value, 6)
+
+        return {
+            name: {
+                model: gain(finalist.values, mask)
+                for model, mask in self.models.items()
+            }
+            for name, finalist in self.finalists.items()
+        }
+
     def ranked(self, resolution: float, budget: int) -> list[str]:
         """Names by the one-standard-error rule (Breiman 1984).
 
         First are candidates that differ from the one with the best lower bound by at most a
-        standard error and the resolution, in order of simplicity; then all others by lower bound.
+        standard error and the resolution, in order of the smallest gain on any of several models,
+        then of simplicity; then all others by lower bound.
         """
         gains = self.gains
         best = max(gains, key=lambda name: gains[name].low, default="")
 
-        def rank(name: str) -> tuple[bool, float, float]:
+        def rank(name: str) -> tuple[bool, float, float, float]:
             finalist = self.finalists[name]
             gap = self.compare(finalist.values, self.finalists[best].values)
             is_tied = name == best or abs(gap.value) <= min(resolution, gap.error)
             complexity = finalist.complexity(budget) if is_tied else 0.0
-            return not is_tied, complexity, -gains[name].low
+            smallest = 0.0
+            if is_tied and self.models:
+                smallest = min(self.model_gains[name].values())
+            return not is_tied, -smallest, complexity, -gains[name].low
 
         return sorted(gains, key=rank)
 
@@ -102,6 +130,7 @@ class HeldOutEvaluator:
     evaluator: RecordedEvaluator
     dataset: Dataset
     base: PruningState
+    scales: ModelScales
 
     async def choose_winner(self, history: History) -> WinnerRecord:
         """Choose the winner of a search; raises :class:`SearchError` if none could be measured."""
@@ -122,6 +151,9 @@ class HeldOutEvaluator:
             }
             if less_default is not None:
                 scores["test_less_default"] = _dump(less_default)
+            losses = dict(self.scales.losses)
+            if losses:
+                scores["base_policy_losses"] = {**losses}
             state = self._describe_winner(finals.finalists[name], scores, test)
             return WinnerRecord(
                 winner=name,
@@ -140,6 +172,8 @@ class HeldOutEvaluator:
                     for trial in (history.base, *history.evaluated())
                 },
                 gains={name: gap.estimate() for name, gap in finals.gains.items()},
+                model_gains=finals.model_gains,
+                losses=losses,
                 test=test,
                 base=base,
                 less_default=less_default,
@@ -169,7 +203,7 @@ class HeldOutEvaluator:
         examples = [*history.examples, *validation]
         difficulty = fit_difficulty(np.array(rows))
         compare_all = partial(compare, examples, difficulty=difficulty)
-        return _Finals(finalists, base, compare_all)
+        return _Finals(finalists, base, compare_all, mask_models(examples))
 
     async def _append_validation(self, trial: Trial, history: History) -> Floats:
         """Values ``(M + V,)`` of a trial on the search and validation splits."""
@@ -207,7 +241,7 @@ class HeldOutEvaluator:
                 "notes": f"Candidate {trial.name} by {trial.proposal.origin}. "
                 f"Objective: {settings.objective_text}. Against {settings.base_policy} alone: "
                 f"{_describe_gain(finalist.validation)} on validation, "
-                f"{_describe_gain(test)} on test.",
+                f"{_describe_gain(test)} on test.{_describe_models(state, test)}",
             }
         )
         budget = re.sub(r"\W+", "-", str(settings.budgets[0]))
@@ -229,17 +263,26 @@ class HeldOutEvaluator:
         reference_values, reference_answers = await self._measure(
             reference or self.base, split
         )
+        total = 1000 / max(len(self.settings.models), 1)  # a mean over models
         accuracy_gains = _correct_shares(answers) - _correct_shares(reference_answers)
         return Comparison(
             split=split,
             examples=len(examples),
             accuracy=rounded_mean([row.accuracy for row in answers]),
             mme_total=rounded_mean(
-                [1000 * float(row.mme_shares(examples).mean()) for row in answers]
+                [total * float(row.mme_shares(examples).mean()) for row in answers]
             ),
             objective=_bootstrap_mean(examples, values),
             gain=_bootstrap_mean(examples, values - reference_values),
             accuracy_gain=_bootstrap_mean(examples, accuracy_gains),
+            models={
+                name: ModelComparison(
+                    accuracy=rounded_mean(_correct_shares(answers)[mask].tolist()),
+                    gain=_bootstrap_mean(examples, values - reference_values, mask),
+                    accuracy_gain=_bootstrap_mean(examples, accuracy_gains, mask),
+                )
+                for name, mask in mask_models(examples).items()
+            },
         )
 
     async def _measure(
@@ -256,7 +299,7 @@ class HeldOutEvaluator:
         answers = [await ask(candidate, budget) for budget in self.settings.budgets]
         objective = self.settings.objective
         values = [row.relative_to(full, examples, objective) for row in answers]
-        return np.mean(values, 0), answers
+        return self.scales.apply(examples, np.mean(values, 0)), answers
 
 
 def _combined_estimate(finalist: _Finalist, history: History) -> float:
@@ -278,10 +321,18 @@ def _correct_shares(answers: Sequence[Answers]) -> Floats:
     return shares
 
 
-def _bootstrap_mean(examples: Sequence[Example], values: Floats) -> Estimate:
-    """Mean with its 95 % bootstrap interval, clustered by image, rounded to six decimals."""
-    bootstrap = ClusterBootstrap([example.image for example in examples])
-    return Estimate.of(bootstrap.mean(values)).rounded(6)
+def _bootstrap_mean(
+    examples: Sequence[Example],
+    values: Floats,
+    mask: NDArray[np.bool_] | slice = slice(None),
+) -> Estimate:
+    """Mean with its 95 % bootstrap interval, clustered by image, rounded to six decimals.
+
+    ``mask`` ``(M,)``: examples and values that count; by default all.
+    """
+    images = np.array([example.image for example in examples])[mask]
+    bootstrap = ClusterBootstrap(images.tolist())
+    return Estimate.of(bootstrap.mean(values[mask])).rounded(6)
 
 
 def _dump(comparison: Comparison) -> JsonValue:
@@ -289,7 +340,23 @@ def _dump(comparison: Comparison) -> JsonValue:
     return record
 
 
-def _describe_gain(comparison: Comparison) -> str:
+def _describe_models(state: PruningState, test: Comparison) -> str:
+    """Gains on each of several models, and what of a state is not each model's own choice."""
+    if not test.models:
+        return ""
+    gains = [
+        f"{_describe_gain(comparison)} on {name}"
+        for name, comparison in test.models.items()
+    ]
+    text = f" On test by model: {', '.join(gains)}."
+    for call in state.scoring.signals:
+        sign = call.model_dump().get("sign", "auto")
+        if sign != "auto":
+            text += f' {call.atom} has the sign "{sign}" on every model.'
+    return text
+
+
+def _describe_gain(comparison: Comparison | ModelComparison) -> str:
     """Whether a candidate is ahead of the base policy or behind it, and by how much."""
     gain = comparison.gain
     if gain.value < 0:

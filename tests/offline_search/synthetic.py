@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -50,6 +50,7 @@ from offline_search.strategies import STRATEGIES
 from tests.fake_server import Answer, Body, FakeServer, fake_server
 from vllm_autoprune.errors import EvaluationFailed
 from vllm_autoprune.evaluation.questions import Example
+from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.safety import synthetic_probes
 from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import VisualTokens
@@ -167,7 +168,7 @@ Change = Callable[[EvaluationJob, Answers], Answers]
 class SyntheticEvaluator:
     """Evaluator that keeps its jobs; ``change`` may return other answers, or raise."""
 
-    image_facts: ImageFacts | None = None
+    image_facts: Mapping[str, ImageFacts] = {}
 
     def __init__(
         self, data: Dataset, probes: bool = True, change: Change | None = None
@@ -271,9 +272,9 @@ def answer_search(body: Body, number: int) -> Answer:
     value = -0.1 - 0.1 * (
         len(json.dumps(options.get("state", {}).get("scoring", {}))) % 7
     )
-    usage = {
-        "prompt_tokens": 9 + min(options.get("budget", IMAGE_TOKENS), IMAGE_TOKENS)
-    }
+    budget = BudgetCall.parse(options.get("budget", IMAGE_TOKENS))
+    kept = min(budget.tokens_kept(IMAGE_TOKENS), IMAGE_TOKENS)
+    usage = {"prompt_tokens": 9 + kept}
     return completion(
         ".", prompt_logprobs=[None, token(f" {answer}", value)], usage=usage
     )
@@ -327,7 +328,8 @@ class Searches:
         self.path = self.folder / ledger
         self.lines = []
         settings = settings_of(**{"evaluator": self.evaluator.name, **changes})
-        self.evaluator.dataset = self.data.in_blocks(settings.block, settings.seed)
+        ordered = self.data.in_blocks(settings.block, settings.seed)
+        self.evaluator.dataset = ordered.ask_models(settings.models)
         progress = ProgressLog(self.lines.append)
         with Ledger(self.path) as opened:
             search = Search(

@@ -12,6 +12,7 @@ import pytest
 from offline_search.dataset import SPLITS, Dataset, convert_mme, read_dataset
 from offline_search.default_state import find_default_state
 from offline_search.evaluator import EvaluationJob, ServedEvaluator
+from offline_search.image_facts import describe_facts
 from tests.fake_server import Answer, Body, FakeServer
 from tests.offline_search.synthetic import (
     MODELS,
@@ -21,6 +22,7 @@ from tests.offline_search.synthetic import (
     endpoint,
     error,
     model_list,
+    settings_of,
     token,
 )
 from tests.tables import parametrize_from_file
@@ -299,7 +301,7 @@ async def test_an_odd_server_is_reported_with_its_fix(
     assert what in reported and fix in advice
 
 
-async def test_all_servers_are_checked_and_serve_one_model(data: Dataset) -> None:
+async def test_all_servers_are_checked_and_serve_the_named_model(data: Dataset) -> None:
     ((what, _),) = await check(["http://127.0.0.1:9"], data)
     assert "does not answer" in what
     with endpoint(echo_answer) as server, endpoint(echo_answer) as other:
@@ -308,9 +310,8 @@ async def test_all_servers_are_checked_and_serve_one_model(data: Dataset) -> Non
             model_list("b", "c"),
         )
         urls = [server.url, other.url]
-        for model in (None, "a"):
-            ((what, fix),) = await check(urls, data, model)
-            assert what == "serves b, c, not a" and "--server-model" in fix
+        ((what, fix),) = await check(urls, data, "a")
+        assert what == "serves b, c, not a" and "--server-model" in fix
         evaluator = ServedEvaluator(urls, data, model="c")
         await evaluator.prepare()
         await evaluator.close()
@@ -328,6 +329,41 @@ async def test_all_servers_are_checked_and_serve_one_model(data: Dataset) -> Non
     ]
 
 
+async def test_servers_of_several_models_are_each_asked_every_question(
+    data: Dataset,
+) -> None:
+    """Two servers of one model divide its questions."""
+    pages = [model_list("a", "x"), model_list("x", "a"), model_list("b")]
+    with (
+        endpoint(answer_search) as single,
+        endpoint(answer_search) as twin,
+        endpoint(answer_search) as other,
+    ):
+        servers = [single, twin, other]
+        for server, page in zip(servers, pages, strict=True):
+            server.pages[MODELS] = page
+        other.pages["/v1/autoprune"] = (200, b'{"sign": -1, "unavailable": []}', {})
+        evaluator = ServedEvaluator([server.url for server in servers], data)
+        await evaluator.prepare()
+        assert evaluator.models == ("a", "b")
+        for server in servers:
+            server.requests.clear()
+        count = len(data.splits["search"])
+        await evaluator.evaluate(EvaluationJob(STATE, 8, "search", 0, 2 * count))
+        asked = [{body["model"] for body in server.requests} for server in servers]
+        assert asked == [{"a"}, {"a"}, {"b"}] and len(other.requests) == count
+        with pytest.raises(ConfigError, match="an image has 64 on a"):
+            await evaluator.check_budget(64)
+        await evaluator.read_image_facts()
+        await evaluator.close()
+    assert evaluator.name.startswith("a and b through vLLM, data ")
+    assert evaluator.image_facts["a"].sign is None
+    text = describe_facts(evaluator.image_facts, settings_of(budgets=("1/8",)))
+    assert "b: An image has N = 64 tokens." in text
+    assert 'The sign "auto" is "-". K of the smallest is 8.' in text
+    assert evaluator.find_default_state() == ""
+
+
 @parametrize_from_file("page", "facts")
 async def test_what_a_server_knows_of_its_images_is_told_without_a_checkpoint(
     page: dict[str, Any] | None, facts: str, data: Dataset
@@ -338,6 +374,5 @@ async def test_what_a_server_knows_of_its_images_is_told_without_a_checkpoint(
         evaluator = ServedEvaluator([server.url], data, model="m")
         await evaluator.read_image_facts()
         await evaluator.close()
-    assert evaluator.image_facts is not None
-    assert facts in evaluator.image_facts.describe(kept=8)
-    assert evaluator.image_facts.counts == (64,)
+    read = evaluator.image_facts[""]
+    assert facts in read.describe(kept=8) and read.counts == (64,)

@@ -337,6 +337,7 @@ RESUMED: dict[str, dict[str, Any]] = {
     "tpe core": {"strategy": "tpe", "core": True},
     "autoprune+ core": {"strategy": "autoprune+", "core": True, "rank_at": True},
     "fresh questions": {"strategy": "autoprune+", "block": 8, "proposals_per_reply": 3},
+    "several models": {"strategy": "autoprune+", "block": 8, "models": ("a", "b")},
 }
 
 

@@ -57,6 +57,27 @@ def test_of_tied_candidates_of_one_structure_the_one_that_exchanges_less_wins() 
     assert finals.ranked(0.1, BUDGET) == ["q_e = 2", "q_e = 5", "q_e = 7"]
 
 
+def test_of_tied_candidates_that_wins_whose_worst_model_gains_most() -> None:
+    models = {"a": np.arange(16) < 8, "b": np.arange(16) >= 8}
+    gains = {"even": (0.4, 0.4), "uneven": (0.9, 0.0), "behind": (0.3, 0.3)}
+    finalists = {
+        name: _Finalist(
+            trial("1.0", state=paper_state(SETTINGS)),
+            VALIDATION,
+            np.repeat(values, 8) - 1.0,
+        )
+        for name, values in gains.items()
+    }
+
+    def compare(values: Floats, reference: Floats) -> Difference:
+        return Difference(float(np.nanmean(values - reference)), 0.06)
+
+    finals = _Finals(finalists, np.full(16, -1.0), compare, models)
+    assert finals.model_gains["uneven"] == {"a": 0.9, "b": 0.0}
+    assert finals.ranked(0.06, BUDGET) == ["even", "uneven", "behind"]
+    assert finals.ranked(0.04, BUDGET) == ["uneven", "even", "behind"], "not tied"
+
+
 def test_an_estimate_counts_every_question_of_both_splits_once() -> None:
     examples = [
         Example(image=f"{number}", question="Q?", answer="a", category="all")

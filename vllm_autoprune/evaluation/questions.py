@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
+from pydantic import Field
 from tqdm import tqdm
 
 from vllm_autoprune.connection import Connection
@@ -40,6 +41,13 @@ class Example(FrozenModel):
     answer: Text
     category: Text = "all"
     pair: int | None = None
+    model: str = Field(default="", exclude_if=lambda name: not name)
+    """The model that is asked, where a search has several."""
+
+    @property
+    def stratum(self) -> str:
+        """The category, of the model that is asked."""
+        return f"{self.model}: {self.category}" if self.model else self.category
 
 
 def read_examples(

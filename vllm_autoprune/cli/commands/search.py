@@ -239,6 +239,10 @@ def _print_estimate(
     """Print what a search would ask for and what that costs."""
     from offline_search.search import estimate_cost
 
+    seconds_of_answer: tuple[float, float] | None = None
+    if flags.server_url:
+        models, seconds_of_answer = asyncio.run(_time_answers(flags, settings, dataset))
+        settings = settings.model_copy(update={"models": models})
     messages, calls, cost, answers = estimate_cost(settings, dataset, flags.price)
     if not calls:
         messages = ()  # there is no proposer to read them
@@ -255,12 +259,10 @@ def _print_estimate(
         text = "No language model is asked."
     text += f" Answers of the served model: {counts}."
     seconds = None
-    if flags.server_url:
-        unpruned_seconds, pruned_seconds = asyncio.run(
-            _time_answers(flags, settings, dataset)
-        )
-        # The unpruned model answers every question once.
-        unpruned = sum(map(len, dataset.splits.values()))
+    if seconds_of_answer is not None:
+        unpruned_seconds, pruned_seconds = seconds_of_answer
+        # An unpruned model answers every question once.
+        unpruned = sum(map(len, dataset.splits.values())) * max(len(models), 1)
         pruned = sum(answers.values()) - unpruned
         seconds = round(unpruned * unpruned_seconds + pruned * pruned_seconds, 1)
         duration = f"{seconds:.0f} s"
@@ -345,8 +347,11 @@ async def _open_evaluator(
 
 async def _time_answers(
     flags: _Flags, settings: Settings, dataset: Dataset
-) -> tuple[float, float]:
-    """Mean seconds an answer, by the unpruned model and by the base policy, in a batch."""
+) -> tuple[tuple[str, ...], tuple[float, float]]:
+    """The models if there are several, and mean seconds an answer, in a batch.
+
+    The seconds are those of unpruned models, then those of the base policy.
+    """
     from offline_search.candidates import base_state
     from offline_search.evaluator import EvaluationJob
 
@@ -365,9 +370,8 @@ async def _time_answers(
         # First, so that the images are new to the server, as they are in a search.
         unpruned = await measure(None, 0)
         base = base_state(settings)
-        return unpruned, mean(
-            [await measure(base, budget) for budget in settings.budgets]
-        )
+        pruned = mean([await measure(base, budget) for budget in settings.budgets])
+        return evaluator.models, (unpruned, pruned)
 
 
 async def _search(
@@ -402,6 +406,7 @@ async def _search(
                 await evaluator.check_budget(budget)
         changes: dict[str, object] = {
             "evaluator": evaluator.name,
+            "models": evaluator.models,
             "default_state": evaluator.find_default_state(),
         }
         proposer: EndpointProposer | None = None
