@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -17,6 +18,7 @@ from benchmarks.search.results import format_tables, read_results
 from benchmarks.search.runs import RunStatistics, format_runs, summarize_proposers
 from benchmarks.search.study import (
     ABLATIONS,
+    ANY_BASE_POLICY,
     ARMS,
     BASE_POLICIES,
     PROPOSED,
@@ -73,6 +75,10 @@ def print_tables(options: argparse.Namespace) -> None:
     print(format_tables(options.out, options.strategies, range(options.seeds)), end="")
 
 
+def _read_budget(text: str) -> int | str:
+    return int(text) if text.isdigit() else str(Fraction(text))
+
+
 def run_study(options: argparse.Namespace) -> None:
     """Run, or resume, the published comparison, and print it."""
     url = options.proposer_url
@@ -107,18 +113,28 @@ def run_study(options: argparse.Namespace) -> None:
             max_in_flight=common.per_round * options.at_once,
         )
         connect = partial(EndpointProposer, endpoint)
-    for name, budget in product(options.yardsticks, options.budgets):
-        base = options.base_policy or BASE_POLICIES[name]
+    groups = [[name] for name in options.yardsticks]
+    if options.joint:
+        groups = [options.yardsticks]
+    for names, budget in product(groups, options.budgets):
+        joined = "-".join(names)
+        base = options.base_policy or BASE_POLICIES.get(joined, ANY_BASE_POLICY)
+        changes = {
+            "base_policy": base,
+            "budgets": (budget,),
+            "models": tuple(names) if len(names) > 1 else (),
+        }
         study = Study(
-            options.out / f"{name}-k{budget}",
+            options.out / f"{joined}-k{str(budget).replace('/', '-')}",
             arms,
             range(options.seeds),
-            common.model_copy(update={"base_policy": base, "budgets": (budget,)}),
+            common.model_copy(update=changes),
             connect,
             options.at_once,
             options.leaders,
         )
-        print(study.run(open_yardstick(name), pool=options.pool), flush=True)
+        yardsticks = [open_yardstick(name) for name in names]
+        print(study.run(yardsticks, pool=options.pool), flush=True)
 
 
 def run_ablations(options: argparse.Namespace) -> None:
@@ -131,7 +147,7 @@ def run_ablations(options: argparse.Namespace) -> None:
         Settings(rounds=options.rounds, base_policy=base, budgets=(budget,)),
     )
     quotas = [quota for quota in QUOTAS if quota <= budget]
-    print(study.run(open_yardstick(options.yardstick), quotas, options.pool))
+    print(study.run([open_yardstick(options.yardstick)], quotas, options.pool))
 
 
 def print_runs(options: argparse.Namespace) -> None:
@@ -200,7 +216,16 @@ _COMMANDS: Mapping[
                 help="models to measure on",
             ),
             argument(
-                "--budgets", type=int, nargs="+", default=[8, 16], help="K, one by one"
+                "--joint",
+                action="store_true",
+                help="search on all models at once, for a policy that suits them all",
+            ),
+            argument(
+                "--budgets",
+                type=_read_budget,
+                nargs="+",
+                default=[8, 16],
+                help="K of a usual image, or shares of N such as 1/16, one by one",
             ),
             argument("--base-policy", help="default: the yardstick's in this study"),
             argument(

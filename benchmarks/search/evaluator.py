@@ -8,8 +8,10 @@ that training does not use. `vllm-autoprune search` can read them too, as a data
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
-from itertools import groupby
+from functools import cached_property
+from itertools import chain, groupby
 from pathlib import Path
 from random import Random
 
@@ -27,6 +29,7 @@ from benchmarks.yardsticks.yardstick import (
 from offline_search.dataset import SPLITS, Dataset, Split, stratify, write_split
 from offline_search.evaluator import EvaluationJob
 from offline_search.history import Answers
+from offline_search.image_facts import ImageFacts
 from vllm_autoprune.errors import AutopruneError, EvaluationFailed
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.tpdsl.tokens import VisualTokens
@@ -40,8 +43,8 @@ class YardstickEvaluator:
     """Evaluator of one yardstick on a number of images of each split, shared by many searches.
 
     A job is measured once and its answers are kept, because searches meet the same candidates. K of
-    a job is meant for an image of the yardstick's usual size; an image of another size keeps the
-    same share of its tokens.
+    a job is a share of N, or meant for an image of the yardstick's usual size; an image of another
+    size keeps the same share of its tokens.
     """
 
     def __init__(
@@ -80,13 +83,13 @@ class YardstickEvaluator:
             for split, batches in self._batches.items()
         }
         self.dataset = Dataset(Path(yardstick.name), examples)
-        self.name = (
-            f"{yardstick.model} with transformers, data {self.dataset.digest[:12]}"
-        )
+        self.model = yardstick.model
+        self.key = yardstick.key
+        self.name = f"{self.model} with transformers, data {self.dataset.digest[:12]}"
         self._encoded: dict[tuple[Split, int], EncodedBatch] = {}
         self._answers: dict[EvaluationJob, Answers] = {}
 
-    image_facts = None
+    image_facts: Mapping[str, ImageFacts] = {}
     """Probes have them."""
 
     def probes(self) -> Sequence[VisualTokens]:
@@ -105,10 +108,10 @@ class YardstickEvaluator:
             return self._answers[job]
         case = Case("full", ALL_TOKENS)
         if job.candidate is not None:
-            budget = Budget(
-                f"K = {job.budget}",
-                Fraction(int(job.budget), self._yardstick.usual_tokens),
-            )
+            share = Fraction(job.budget)
+            if isinstance(job.budget, int):
+                share /= self._yardstick.usual_tokens
+            budget = Budget(f"K = {job.budget}", share)
             case = Case("candidate", budget, state=job.candidate)
         logprob = list[float]()
         correct = list[bool]()
@@ -132,6 +135,61 @@ class YardstickEvaluator:
         if key not in self._encoded:
             self._encoded[key] = self._yardstick.encode(self._batches[split][number])
         return self._encoded[key]
+
+
+class JointEvaluator:
+    """Evaluator of several yardsticks, which are asked in turn, each about its own pictures.
+
+    All are asked equally many questions of a split; what some have more is left out.
+    """
+
+    def __init__(self, evaluators: Sequence[YardstickEvaluator]) -> None:
+        """``evaluators`` of different yardsticks."""
+        self._evaluators = evaluators
+        splits: dict[Split, Sequence[Example]] = {}
+        for split in SPLITS:
+            columns = [
+                [
+                    _name_model(example, each.key)
+                    for example in each.dataset.splits[split]
+                ]
+                for each in evaluators
+            ]
+            splits[split] = list(chain.from_iterable(zip(*columns, strict=False)))
+        self.dataset = Dataset(Path(), splits)
+        names = " and ".join(evaluator.model for evaluator in evaluators)
+        self.name = f"{names} with transformers, data {self.dataset.digest[:12]}"
+
+    @cached_property
+    def image_facts(self) -> Mapping[str, ImageFacts]:
+        """Facts of the probes of each yardstick."""
+        return {
+            each.key: ImageFacts.of_probes(each.probes()) for each in self._evaluators
+        }
+
+    def probes(self) -> Sequence[VisualTokens]:
+        """Visual tokens of all yardsticks."""
+        return [tokens for each in self._evaluators for tokens in each.probes()]
+
+    async def evaluate(self, job: EvaluationJob) -> Answers:
+        """Answers to the questions of a job, in which the yardsticks take turns."""
+        count = len(self._evaluators)
+        answers: list[tuple[float, bool]] = [(0.0, False)] * job.stop
+        for number, evaluator in enumerate(self._evaluators):
+            # Question q of this yardstick is question q * count + number of all.
+            start = -((number - job.start) // count)
+            stop = -((number - job.stop) // count)
+            part = await evaluator.evaluate(replace(job, start=start, stop=stop))
+            turns = slice(start * count + number, stop * count + number, count)
+            answers[turns] = zip(part.logprob, part.right, strict=True)
+        logprob, right = zip(*answers[job.start :], strict=True)
+        return Answers(logprob, right)
+
+
+def _name_model(example: Example, model: str) -> Example:
+    """A question that a yardstick is asked; pictures of two yardsticks have different names."""
+    update = {"model": model, "image": f"{model}/{example.image}"}
+    return example.model_copy(update=update)
 
 
 def _sample_questions(

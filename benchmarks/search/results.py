@@ -156,6 +156,11 @@ class Confirmed(FrozenModel):
         exclude_if=lambda blocks: not blocks,
         description="accuracy of each of the same blocks",
     )
+    models: dict[str, tuple[float, float]] = Field(
+        default={},
+        exclude_if=lambda models: not models,
+        description="of several models: objective and accuracy on each",
+    )
 
     @property
     def nats(self) -> _Figure:
@@ -225,6 +230,8 @@ def format_tables(folder: Path, arms: Sequence[str], seeds: Sequence[int]) -> st
             _tabulate_winners(confirmed, group, seeds, arm)
             for arm, group in groups.items()
         ]
+        if any(score.models for score in confirmed.values()):
+            texts.append(_tabulate_models(confirmed))
     base = confirmed.get(BASE)
     states = [
         (
@@ -241,6 +248,27 @@ def format_tables(folder: Path, arms: Sequence[str], seeds: Sequence[int]) -> st
         columns = ("state", "objective", "accuracy %", f"less {BASE}", _IN_POINTS)
         texts.append(Table("", columns, states, "lrrrr").markdown() + "\n")
     return "\n".join(texts)
+
+
+def _tabulate_models(confirmed: Mapping[str, Confirmed]) -> str:
+    """Table of what was confirmed on several models, each beside the mean."""
+    names = list(next(iter(confirmed.values())).models)
+    rows = [
+        [
+            state,
+            *(
+                f"{objective:+.3f}, {100 * accuracy:.1f} %"
+                for objective, accuracy in (
+                    (score.objective, score.accuracy),
+                    *(score.models[name] for name in names),
+                )
+            ),
+        ]
+        for state, score in confirmed.items()
+    ]
+    table = Table("", ["state", "mean", *names], rows, "lr" + "r" * len(names))
+    note = "Objectives by model, in losses of the base policy there, and accuracy."
+    return f"{table.markdown()}\n\n{note}\n"
 
 
 def _tabulate_searches(

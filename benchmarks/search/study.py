@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from benchmarks.common.report import log_progress
-from benchmarks.search.evaluator import YardstickEvaluator
+from benchmarks.search.evaluator import JointEvaluator, YardstickEvaluator
 from benchmarks.search.results import (
     BASE,
     CONFIRMED,
@@ -35,6 +35,7 @@ from offline_search.dataset import Dataset, Split
 from offline_search.evaluator import EvaluationJob, Evaluator
 from offline_search.history import Answers
 from offline_search.ledger import Ledger, read_ledger
+from offline_search.models import ModelScales, mask_models
 from offline_search.proposer import Proposer
 from offline_search.report import ProgressLog, read_report
 from offline_search.search import NothingMeasured, Search, replay_on
@@ -65,6 +66,8 @@ ABLATIONS = tuple(
 BASE_POLICIES = {"minillava": "visionzip", "miniqwen": "divprune"}
 """Base policy of each yardstick; neither reads the question, which leaves much for a search to
 find."""
+ANY_BASE_POLICY = "divprune"
+"""Base policy of searches over several yardsticks, and on others: every model can run it."""
 RELEASED = {"minillava": ("cdpruner", 16), "miniqwen": ("divprune", 8)}
 """Base policy and K of searches around the released policy. It refines CDPruner, which
 mini-Qwen3-VL cannot run, because it has no CLIP."""
@@ -109,26 +112,27 @@ class Study:
 
     def run(
         self,
-        yardstick: Yardstick,
+        yardsticks: Sequence[Yardstick],
         quotas: Sequence[int] = (),
         pool: int = _IMAGES["search"],
     ) -> str:
-        """Run the searches of a yardstick that the folder lacks, and return the tables.
+        """Run the searches that the folder lacks, and return the tables.
 
-        ``pool`` is the number of questions of the search split. If it exceeds the settings' block,
-        each round gets fresh questions from it. The base policy is confirmed too and, with
-        ``quotas``, the released policy with each of these values of q_e.
+        With several ``yardsticks``, every candidate is measured on each. ``pool`` is the number of
+        questions of the search split, to each yardstick. If it exceeds the settings' block, each
+        round gets fresh questions from it. The base policy is confirmed too and, with ``quotas``,
+        the released policy with each of these values of q_e.
         """
         settings = self.settings
         self.folder.mkdir(parents=True, exist_ok=True)
         images: dict[Split, int] = {**_IMAGES, "search": pool}
-        block = settings.block
-        self.search(YardstickEvaluator(yardstick, images, each=1, block=block))
+        self.search(open_evaluator(yardsticks, images, settings.block))
         states = {BASE: base_state(settings)}
         states |= {f"q_e = {quota}": paper_state(settings, quota) for quota in quotas}
-        self.confirm(YardstickEvaluator(yardstick, _CONFIRMING_IMAGES, each=1), states)
+        self.confirm(open_evaluator(yardsticks, _CONFIRMING_IMAGES), states)
         tables = format_tables(self.folder, self.arms, self.seeds)
-        return f"## {yardstick.name}, K = {settings.source_budget}\n\n{tables}"
+        names = " and ".join(yardstick.name for yardstick in yardsticks)
+        return f"## {names}, K = {settings.budgets[0]}\n\n{tables}"
 
     def search(self, evaluator: Evaluator) -> None:
         """Run all searches that have not finished, seed by seed."""
@@ -210,10 +214,16 @@ class Study:
         count = len(evaluator.dataset.splits["test"])
 
         def answer(state: PruningState | None) -> Answers:
-            budget = self.settings.source_budget
+            budget = self.settings.budgets[0]
             job = EvaluationJob(state, budget, "test", 0, count)
             return asyncio.run(evaluator.evaluate(job))
 
+        examples = evaluator.dataset.splits["test"]
+        models = mask_models(examples)
+        scales = ModelScales()
+        if models:
+            base = answer(base_state(self.settings)).relative_to(answer(None), ())
+            scales = ModelScales.measure(examples, base)
         candidates = dict(states)
         results = read_results(self.folder).values()
         for result in results:
@@ -232,9 +242,11 @@ class Study:
             ):
                 continue
             answers = answer(state)
-            objective = answers.relative_to(answer(None), ())
+            loss = answers.relative_to(answer(None), ())
+            objective = scales.apply(examples, loss)
+            correct = np.array(answers.right)
             blocks = np.array_split(objective, min(_BLOCKS, count))
-            rights = np.array_split(np.array(answers.right), len(blocks))
+            rights = np.array_split(correct, len(blocks))
             confirmed[name] = Confirmed(
                 questions=count,
                 evaluator=evaluator.name,
@@ -245,10 +257,30 @@ class Study:
                 accuracy_blocks=tuple(
                     round(float(right.mean()), 4) for right in rights
                 ),
+                models={
+                    model: (
+                        round(float(objective[mask].mean()), 6),
+                        round(float(correct[mask].mean()), 6),
+                    )
+                    for model, mask in models.items()
+                },
             )
             log_progress(f"{name}: {confirmed[name].objective:+.4f}")
             content = CONFIRMED.dump_json(confirmed, indent=1)
             write_file(self.folder / "confirmation.json", content)
+
+
+def open_evaluator(
+    yardsticks: Sequence[Yardstick],
+    images: Mapping[Split, int],
+    block: int | None = None,
+) -> YardstickEvaluator | JointEvaluator:
+    """The evaluator of one yardstick or several, with one question about every image."""
+    evaluators = [
+        YardstickEvaluator(yardstick, images, each=1, block=block)
+        for yardstick in yardsticks
+    ]
+    return evaluators[0] if len(evaluators) == 1 else JointEvaluator(evaluators)
 
 
 def read_questions(recording: Path, settings: Settings) -> Dataset:

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.search.evaluator import YardstickEvaluator, write_data
+from benchmarks.search.evaluator import JointEvaluator, YardstickEvaluator, write_data
 from benchmarks.yardsticks import open_yardstick
 from benchmarks.yardsticks.examples import draw_examples
 from benchmarks.yardsticks.yardstick import EncodedBatch
-from offline_search.dataset import SPLITS, Split, read_dataset
+from offline_search.dataset import SPLITS, Dataset, Split, read_dataset
 from offline_search.evaluator import EvaluationJob
 from offline_search.history import Answers
 from vllm_autoprune import PruningState, load_state
 from vllm_autoprune.errors import EvaluationFailed, SelectionError
-from vllm_autoprune.evaluation.questions import read_questions
+from vllm_autoprune.evaluation.questions import Example, read_questions
 
 FEW: dict[Split, int] = {"search": 2, "validation": 3, "test": 4}
 
@@ -125,3 +125,38 @@ def test_pictures_of_a_data_folder_are_clean_and_clips_are_folders_of_frames(
     questions = read_questions(tmp_path / "long/test.jsonl", frames=32)
     folders = {picture.path for q in questions for picture in q.pictures}
     assert {len(list(folder.iterdir())) for folder in folders} == {32}
+
+
+async def test_yardsticks_are_asked_in_turn_each_about_its_own_pictures() -> None:
+    class Stub:
+        """Answers question q with its factor times q."""
+
+        def __init__(self, key: str, factor: float, count: int) -> None:
+            self.key = key
+            self.model = f"mini-{key}"
+            self._factor = factor
+            examples = [
+                Example(image=f"{n}.png", question=f"{n}?", answer="a")
+                for n in range(count)
+            ]
+            self.dataset = Dataset(Path(), dict.fromkeys(SPLITS, examples))
+
+        async def evaluate(self, job: EvaluationJob) -> Answers:
+            values = [self._factor * n for n in range(job.start, job.stop)]
+            return Answers(tuple(values), (True,) * len(values))
+
+    stubs: Any = [Stub("a", 1.0, 4), Stub("b", -10.0, 5), Stub("c", 100.0, 4)]
+    joint = JointEvaluator(stubs)
+    asked = joint.dataset.splits["search"]
+    assert [example.model for example in asked] == ["a", "b", "c"] * 4
+    assert asked[0].image == "a/0.png" and asked[1].image == "b/0.png"
+    expected = [factor * n for n in range(4) for factor in (1.0, -10.0, 100.0)]
+    for start in range(12):
+        for stop in range(start + 1, 13):
+            answers = await joint.evaluate(
+                EvaluationJob(None, 0, "search", start, stop)
+            )
+            assert list(answers.logprob) == expected[start:stop]
+    assert joint.name.startswith(
+        "mini-a and mini-b and mini-c with transformers, data "
+    )

@@ -284,6 +284,33 @@ def test_a_study_is_printed_again_from_its_results_alone(
     assert text == capsys.readouterr().out.rstrip()
 
 
+def test_a_joint_study_is_confirmed_on_each_model(
+    data: Dataset,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    synthetic = SyntheticEvaluator(data, probes=False)
+    synthetic.dataset = data.ask_models(("minillava", "miniqwen"))
+    monkeypatch.setattr(module, "open_evaluator", lambda *_: synthetic)
+    monkeypatch.setattr(
+        command, "open_yardstick", lambda name: SimpleNamespace(name=name)
+    )
+    words = ["study", "--out", str(tmp_path), "--joint", "--budgets", "1/8"]
+    words += ["--seeds", "1", "--rounds", "1", "--strategies", "random"]
+    assert command.main(words) == 0
+    assert "## minillava and miniqwen, K = 1/8" in capsys.readouterr().out
+    folder = tmp_path / "minillava-miniqwen-k1-8"
+    assert read_results(folder)["random-0"].settings.models == ("minillava", "miniqwen")
+    confirmed = read_confirmed(folder)
+    assert confirmed[BASE].models["miniqwen"][0] == pytest.approx(-1, abs=1e-4)
+    score = confirmed["random-0"]
+    objectives = [objective for objective, _ in score.models.values()]
+    assert score.objective == pytest.approx(statistics.mean(objectives), abs=1e-5)
+    text = format_tables(folder, ["random"], [0])
+    assert "| state | mean | minillava | miniqwen |" in text
+
+
 def test_ablations_compare_smaller_spaces_and_quotas(
     small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
