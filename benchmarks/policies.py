@@ -72,6 +72,12 @@ _YARDSTICKS: Mapping[str, Model] = {
 }
 """The yardsticks by their names in the data."""
 
+_OURS = ("norm", "pivoted_qr")
+"""Base policies that nobody published as pruning methods."""
+
+READING = "pivoted_qr-relevance"
+SPLIT = "pivoted_qr-split"
+
 _RESIZED = "resized"
 """The name of the resize control in the data."""
 
@@ -136,7 +142,7 @@ def _build_base_policies(source: PruningState) -> Iterator[PruningState]:
         changes = _select_alone(name)
         if name in _FRAMES:
             changes["frames"] = dict(_FRAMES[name])
-        author = "This project." if name == "norm" else _PUBLISHED_BY
+        author = "This project." if name in _OURS else _PUBLISHED_BY
         yield _derive_state(source, name, notes, changes, author)
 
 
@@ -185,6 +191,18 @@ def _build_shared_core(source: PruningState) -> PruningState:
     )
 
 
+def _build_pivoted(source: PruningState) -> Iterator[PruningState]:
+    """Pivoted QR by lengths that grow with relevance: of all of K, or of the half after a core."""
+    relevance = 2.0
+    upon = _select_alone("pivoted_qr")
+    upon["base_policy"] = {"name": "pivoted_qr", "params": {"relevance": relevance}}
+    notes = f"Pivoted QR; the most relevant token counts as {1 + relevance:.0f} times as long."
+    yield _derive_state(source, READING, notes, upon, "This project.")
+    core = {"share": 0.5, "policy": {"name": "pivoted_qr", "params": {}}}
+    notes = f"Half of K by pivoted_qr, the same for every question; the other half by {READING}."
+    yield _derive_state(source, SPLIT, notes, {**upon, "core": core}, "This project.")
+
+
 def _build_states(folder: Path = POLICIES) -> list[PruningState]:
     """Every shipped state, the source first; ``folder`` has the source and search results."""
     source, *results = (
@@ -199,6 +217,7 @@ def _build_states(folder: Path = POLICIES) -> list[PruningState]:
         *_sweep_quotas(source),
         _build_instruction_free(source),
         _build_shared_core(source),
+        *_build_pivoted(source),
     ]
 
 

@@ -25,7 +25,7 @@ from benchmarks.common.report import (
     log_progress,
     read_commit,
 )
-from benchmarks.policies import SEARCH_RESULTS, SOURCE
+from benchmarks.policies import READING, SEARCH_RESULTS, SOURCE, SPLIT
 from benchmarks.yardsticks import YARDSTICKS, open_yardstick
 from benchmarks.yardsticks.examples import Example, draw_examples
 from benchmarks.yardsticks.questions import CATEGORIES
@@ -41,7 +41,15 @@ from vllm_autoprune.tpdsl.state import PruningState
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
 
-_STATES = ("norm", SOURCE, "instruction-free", "shared-core", *SEARCH_RESULTS)
+_STATES = (
+    "norm",
+    READING,
+    SPLIT,
+    SOURCE,
+    "instruction-free",
+    "shared-core",
+    *SEARCH_RESULTS,
+)
 """Shipped states that are measured beside every base policy alone."""
 
 _CONTROLS = ("resized", "random", "oracle")

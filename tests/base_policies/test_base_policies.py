@@ -193,6 +193,44 @@ def test_norm_keeps_the_longest_and_the_first_of_equal_ones() -> None:
     assert selection.picks.tolist() == [[1, 0, 2]]
 
 
+def project_out(rows: Tensor, picks: list[int]) -> Tensor:
+    """Rows ``(N, D)`` minus their projection on the picked ones."""
+    basis, _ = torch.linalg.qr(rows[picks].T)
+    return rows - rows @ basis @ basis.T
+
+
+def log_determinant(kernel: Tensor, picks: list[int]) -> Tensor:
+    return torch.logdet(kernel[picks][:, picks])
+
+
+@pytest.mark.parametrize("relevance", [0.0, 2.0])
+def test_pivoted_qr_picks_the_longest_residuals(relevance: float) -> None:
+    tokens = replace(images(2, grid=Grid(5, 6), noise=1.0), known_cosine=None)
+    picks = select("pivoted_qr", tokens, 9, relevance=relevance).picks
+    for image, kept in enumerate(picks.tolist()):
+        rows = tokens.features[image].double()
+        read = tokens.require_instruction().relevance()[image].double()
+        read = (read - read.min()) / (read.max() - read.min())
+        for step, pick in enumerate(kept):
+            lengths = project_out(rows, kept[:step]).norm(dim=1)
+            assert pick == (lengths * (1 + relevance * read)).argmax()
+
+
+def test_otprune_picks_by_the_determinant_of_its_kernel() -> None:
+    tokens = images(2, grid=Grid(5, 6), noise=1.0)
+    for image, kept in enumerate(select("otprune", tokens, 9).picks.tolist()):
+        rows = tokens.features[image].double()
+        units = rows / rows.norm(dim=0)
+        gram = units @ units.T
+        kernel = torch.eye(len(rows), dtype=torch.float64) + 0.01 * gram @ gram
+        for step, pick in enumerate(kept):
+            others = [token for token in range(len(rows)) if token not in kept[:step]]
+            values = [
+                log_determinant(kernel, [*kept[:step], other]) for other in others
+            ]
+            assert pick == others[int(torch.stack(values).argmax())]
+
+
 def test_of_trim_a_single_row_is_a_patch() -> None:
     selection = select("trim", dotted(DOTS), 1)
     assert selection.picks.tolist() == [[1]]
@@ -432,6 +470,10 @@ GREEDY = [
     "idpruner relevance",
     "norm",
     "norm per tile",
+    "pivoted_qr",
+    "pivoted_qr relevance",
+    "pivoted_qr global",
+    "otprune",
 ]
 
 

@@ -31,6 +31,8 @@ BASES: dict[str, Changes] = {
     **{name: base(name) for name in BASE_POLICIES},
     "divprune global": base("divprune", tile_scope="global"),
     "norm per tile": base("norm", tile_scope="per_tile"),
+    "pivoted_qr relevance": base("pivoted_qr", relevance=2.0),
+    "pivoted_qr global": base("pivoted_qr", tile_scope="global"),
     "visionzip with cls": base("visionzip", patch_only=False),
     "visionzip many contextual": base("visionzip", contextual=6),
     "visionzip none contextual": base("visionzip", contextual=0),
