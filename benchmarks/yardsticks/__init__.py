@@ -2,9 +2,9 @@
 
 mini-LLaVA answers questions about scenes on a fixed grid of tokens. mini-Qwen3-VL takes pictures of
 any size, so that pruning can be compared with resizing; further training taught it to watch clips.
-``train_minillava``, ``train_miniqwen`` and ``train_clips`` made the weights, ``train_miniintern``
-trains mini-InternVL, which has tiles and no weights here yet; ``examples`` draws the held-out
-questions.
+``train_minillava``, ``train_miniqwen`` and ``train_clips`` made the weights. ``train_miniintern``
+and ``train_minigemma`` train models that see square tiles and have no weights here yet.
+``examples`` draws the held-out questions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ YARDSTICKS = ("minillava", "miniqwen")
 def open_yardstick(name: str, checkpoint: Path | None = None) -> Yardstick:
     """Open a yardstick with the committed checkpoint, or with another training of its model.
 
-    mini-InternVL (``miniintern``) needs a checkpoint.
+    mini-InternVL (``miniintern``) and mini-Gemma (``minigemma``) need a checkpoint.
     """
     # Imported here, because importing transformers takes seconds.
     if name == "minillava":
@@ -32,6 +32,10 @@ def open_yardstick(name: str, checkpoint: Path | None = None) -> Yardstick:
         from benchmarks.yardsticks.miniintern import MiniIntern
 
         return MiniIntern(checkpoint)
+    if name == "minigemma":
+        from benchmarks.yardsticks.minigemma import MiniGemma
+
+        return MiniGemma(checkpoint)
     from benchmarks.yardsticks.miniqwen import MiniQwen
 
     return MiniQwen(checkpoint)

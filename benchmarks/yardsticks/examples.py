@@ -47,11 +47,25 @@ PROMPT: Mapping[Model, tuple[str, str, str]] = {
         "<IMG_CONTEXT>",
         "{question}<|im_end|>\n<|im_start|>assistant\n",
     ),
+    "minigemma": (
+        "<start_of_turn>user\n",
+        "<start_of_image>",
+        "{question}<end_of_turn>\n<start_of_turn>model\n",
+    ),
 }
 """Prompt of one question about one image, as of chat templates: before, at and after the image."""
 
 # Texts that a processor writes before and after the tokens of an image.
-_AROUND: Mapping[Model, tuple[str, str]] = {"miniintern": ("<img>", "</img>")}
+_AROUND: Mapping[Model, tuple[str, str]] = {
+    "miniintern": ("<img>", "</img>"),
+    "minigemma": ("\n\n<start_of_image>", "<end_of_image>\n\n"),
+}
+
+# Sizes of pictures of models that see square tiles.
+_TILED_SIZES: Mapping[Model, Sequence[tiles.TiledSize]] = {
+    "miniintern": tiles.SIZES,
+    "minigemma": (tiles.SQUARE,),
+}
 
 IMAGE_TOKEN = 4
 """The id of mini-LLaVA's image token."""
@@ -71,6 +85,15 @@ SEEDS: Mapping[str, range] = {
 
 # How often a question of a kind is drawn for one picture; other kinds are drawn once. A draw may
 # give none, as in a scene without signs, which has no number to read.
+_ATTEMPTS_OF_TILED = {
+    "digit": 2,
+    "grounding": 3,
+    "value": 3,
+    "word": 2,
+    "cell": 4,
+    "compare": 3,
+    "find": 2,
+}
 _ATTEMPTS: Mapping[Model, Mapping[str, int]] = {
     "minillava": {"relation": 3, "count": 2, "text": 2},
     "miniqwen": {
@@ -82,15 +105,8 @@ _ATTEMPTS: Mapping[Model, Mapping[str, int]] = {
         "compare": 4,
         "find": 2,
     },
-    "miniintern": {
-        "digit": 2,
-        "grounding": 3,
-        "value": 3,
-        "word": 2,
-        "cell": 4,
-        "compare": 3,
-        "find": 2,
-    },
+    "miniintern": _ATTEMPTS_OF_TILED,
+    "minigemma": _ATTEMPTS_OF_TILED,
     "clips": {"appears": 2, "shows": 2},
 }
 
@@ -171,14 +187,13 @@ def _draw_picture(
 ) -> _Picture:
     """Draw a scene or page; if ``unseen``, as only the test split has it.
 
-    That is a size for mini-Qwen3-VL, and for mini-InternVL a scene with shapes at the border only.
+    That is a size for mini-Qwen3-VL, and for the others a scene with shapes at the border only.
     """
     sizes: Sequence[pages.Size] = pages.UNSEEN_SIZES if unseen else pages.SIZES
+    sizes = _TILED_SIZES.get(model, sizes)
     kinds = CATEGORIES[model][category]
-    if model == "miniintern":
-        sizes = tiles.SIZES
-        if category == "scenes":
-            kinds += CATEGORIES[model]["grounding"]
+    if category == "scenes":
+        kinds += CATEGORIES[model].get("grounding", ())
     # The generator of the size is independent of what the picture draws (seed) or is asked (+ 1).
     size = random.Random(seed + 2).choice(sizes)
     rng = random.Random(seed)
@@ -187,7 +202,7 @@ def _draw_picture(
         content = size.draw_page(rng, rng.choice(pages.PAGE_STYLES))
         images, _ = pages.render_pages([content], seed, clean=clean)
     else:
-        scene = size.draw_scene(rng, ring=unseen and model == "miniintern")
+        scene = size.draw_scene(rng, ring=unseen and model in _TILED_SIZES)
         images, (content,) = size.render_scenes([scene], seed, clean=clean)
     return _Picture(images[0], content, size.cells, kinds)
 
@@ -205,8 +220,8 @@ def draw_examples(
     A picture of mini-LLaVA has 15 to 19 questions, a scene or page of the others 5 to 14, and a
     clip 6 to 8. With fewer images, the examples are the first ones of a larger draw. ``clean``
     images have no grain, and ``clean`` pages no photograph behind the text, as documents have
-    neither. In the test split, one image in four (of mini-InternVL, one scene in four) has an
-    arrangement, size or number of frames that training never uses, and another one in four has
+    neither. In the test split, one image in four (of models that see tiles, one scene in four) has
+    an arrangement, size or number of frames that training never uses, and another one in four has
     wordings that training never uses. With ``brief_frames`` every clip has that many frames, and a
     shape that comes and goes again is there for a single one.
     """
@@ -215,7 +230,7 @@ def draw_examples(
     attempts = _ATTEMPTS[model]
     for image_id in range(images):
         # Scenes and pages alternate, so they are numbered separately.
-        number = image_id // 2 if model in ("miniqwen", "miniintern") else image_id
+        number = image_id // 2 if "pages" in CATEGORIES[model] else image_id
         unseen = split == "test" and number % 4 == 1
         unseen_wordings = split == "test" and number % 4 == 3
         seed = SEEDS[split][image_id]

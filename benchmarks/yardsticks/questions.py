@@ -29,12 +29,14 @@ from benchmarks.yardsticks.scenes import (
 _Slots = Mapping[str, str | int]
 """Values for the slots of a wording."""
 
-Model = Literal["minillava", "miniqwen", "miniintern", "clips"]
+Model = Literal["minillava", "miniqwen", "miniintern", "minigemma", "clips"]
 """A model and its questions; those of `clips` suit any model that takes videos."""
 
 _SCENES = ("digit", "colour", "shape", "count", "quarter", "existence", "reading")
 _PAGES = ("value", "word", "cell", "compare", "find")
 """Kinds of question about scenes and pages, where a model is asked about both."""
+_TILED = {"scenes": _SCENES, "grounding": ("grounding",), "pages": _PAGES}
+"""Categories of a model that sees square tiles."""
 
 CATEGORIES: dict[Model, dict[str, tuple[str, ...]]] = {
     "minillava": {
@@ -50,11 +52,8 @@ CATEGORIES: dict[Model, dict[str, tuple[str, ...]]] = {
         "scenes": _SCENES,
         "pages": _PAGES,
     },
-    "miniintern": {
-        "scenes": _SCENES,
-        "grounding": ("grounding",),
-        "pages": _PAGES,
-    },
+    "miniintern": _TILED,
+    "minigemma": _TILED,
     "clips": {"clips": ("moves", "where", "appears", "shows", "passes", "still")},
 }
 """Kinds that are reported together; every kind of a model belongs to exactly one category."""
@@ -79,9 +78,6 @@ _PHRASES = {"beside": "shape {relation} the {name}", "half": "half {name}"}
 
 _MAX_COUNT = 5
 """Largest number that is the answer to a counting question."""
-
-_GROUNDING_GRID = 4
-"""Rows and columns, of equal size, in which grounding questions divide a picture of any size."""
 
 _NEIGHBOURS = dict(
     zip(("left of", "right of", "above", "below"), NEIGHBOURS, strict=True)
@@ -141,8 +137,10 @@ class _SceneFacts:
         thing = self.rng.choice(self.scene.things)
         quarter = self._sides(thing)
         rows, columns = self.cells
-        row = thing.row * _GROUNDING_GRID // rows + 1
-        column = thing.column * _GROUNDING_GRID // columns + 1
+        # As many rows and columns as there are cells on the shorter side.
+        grid = min(self.cells)
+        row = thing.row * grid // rows + 1
+        column = thing.column * grid // columns + 1
         answers = {
             "digit": str(thing.digit),
             "quarter": " ".join(quarter),

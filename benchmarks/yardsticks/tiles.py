@@ -1,7 +1,8 @@
 """Pictures of one or more square tiles, which processors do not resize.
 
 mini-InternVL's processor cuts pictures into tiles of six by six visual tokens, followed by a
-thumbnail; texts and shapes lie within one tile each.
+thumbnail; texts and shapes lie within one tile each. A picture of mini-Gemma is a single tile of
+nine by nine tokens.
 """
 
 from __future__ import annotations
@@ -136,6 +137,8 @@ class TiledSize(Size):
 
 SIZES = (TiledSize(SIDE, SIDE), TiledSize(SIDE, 2 * SIDE), TiledSize(2 * SIDE, SIDE))
 """Sizes of mini-InternVL's pictures: one tile, two side by side, two one above the other."""
+SQUARE = TiledSize(9, 9, side=9)
+"""Size of all of mini-Gemma's pictures."""
 
 
 def order_patches(states: Tensor) -> Tensor:

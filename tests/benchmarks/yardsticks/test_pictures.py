@@ -49,7 +49,7 @@ def test_the_splits_are_those_of_published_figures(
     assert figures == pytest.approx(moments, abs=1e-3)
 
 
-@pytest.mark.parametrize("model", ["minillava", "miniqwen", "miniintern"])
+@pytest.mark.parametrize("model", ["minillava", "miniqwen", "miniintern", "minigemma"])
 def test_clean_pictures_are_the_same_without_grain(model: Model) -> None:
     grained, clean = (
         draw_examples("test", 4, model, clean=clean) for clean in (False, True)

@@ -1,4 +1,4 @@
-"""mini-InternVL without weights: tiles, labels, questions, and scores of answers."""
+"""mini-InternVL and mini-Gemma without weights: tiles, labels, questions, and scores of answers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from benchmarks.yardsticks import (
     open_yardstick,
     tiled_training,
     tiles,
+    train_minigemma,
     train_miniintern,
     training,
 )
@@ -24,19 +25,21 @@ from benchmarks.yardsticks.examples import (
     as_picture,
     draw_examples,
     format_prompt,
+    split_prompt,
 )
 from benchmarks.yardsticks.pages import MERGE, TOKEN, Number, Page, Word, render_pages
 from benchmarks.yardsticks.pictures import Drawing
 from benchmarks.yardsticks.questions import SEEN, Model, Questions
 from benchmarks.yardsticks.scenes import CELL, Scene
 from benchmarks.yardsticks.tiled_yardstick import TiledYardstick
-from benchmarks.yardsticks.tiles import SIDE, TILE, TiledSize
+from benchmarks.yardsticks.tiles import SIDE, SQUARE, TILE, TiledSize
 from benchmarks.yardsticks.yardstick import ALL_TOKENS, Budget, Case, record_outputs
 
 TRAINERS: dict[Model, type[tiled_training.TiledTrainer]] = {
     "miniintern": train_miniintern._Trainer,
+    "minigemma": train_minigemma._Trainer,
 }
-SIZES = pytest.mark.parametrize("size", tiles.SIZES, ids=str)
+SIZES = pytest.mark.parametrize("size", [*tiles.SIZES, SQUARE], ids=str)
 
 
 @pytest.fixture(scope="module", params=TRAINERS)
@@ -47,7 +50,8 @@ def trainer(request: pytest.FixtureRequest) -> tiled_training.TiledTrainer:
 
 @SIZES
 def test_tiles_and_thumbnails_are_those_of_the_processor(size: TiledSize) -> None:
-    processor = AutoProcessor.from_pretrained(CHECKPOINTS["miniintern"]).image_processor
+    key: Model = "minigemma" if size == SQUARE else "miniintern"
+    processor = AutoProcessor.from_pretrained(CHECKPOINTS[key]).image_processor
     page = size.draw_page(random.Random(3), "table")
     images, _ = render_pages([page], 3)
     inputs = processor(images[0], return_tensors="pt")
@@ -244,9 +248,10 @@ def test_words_start_by_matching_the_tokens_that_show_them(
     mask[..., count:] = -torch.inf
     for layer in language.layers:
         attention = layer.self_attn
+        kind = [attention.layer_type] if trainer.key == "minigemma" else []
         _, weights = attention(
             layer.input_layernorm(states),
-            position_embeddings=language.rotary_emb(states, positions),
+            position_embeddings=language.rotary_emb(states, positions, *kind),
             attention_mask=mask,
         )
         found = weights[0, : naming.MATCH_HEADS, count:, :count] * shares.T
@@ -323,6 +328,37 @@ def test_kept_tokens_stand_where_they_stood_in_the_whole_image(
         Case("resized", Budget("K = N/4", untrained.budgets[1].share))
     )
     assert pooled.tokens == encoded.tokens.count // 4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("trainer", ["minigemma"], indirect=True)
+def test_kept_tokens_of_gemma_see_each_other_and_text_what_is_before_it(
+    untrained: TiledYardstick, scene: list[Example]
+) -> None:
+    """As transformers masks a prompt from which the other tokens of the image are missing."""
+    network = untrained.network.float()
+    example = scene[0]
+    encoded = untrained.encode([example])
+    selection = torch.tensor([[*range(1, 40, 3), 80]])
+    rows = encoded.tokens.features[:, selection[0]]
+    score = encoded.score_kept(selection, rows, selection)
+    answer = f" {example.answer}{untrained.tokenizer.eos_token}"
+    before, behind = split_prompt(untrained.key)
+    lead = untrained.token_ids(before)
+    tail = untrained.token_ids(behind.format(question=example.question) + answer)
+    image = [network.config.image_token_id] * len(rows[0])
+    ids = torch.tensor([[*lead, *image, *tail]])
+    embeds = network.get_input_embeddings()(ids)
+    embeds[:, len(lead) : -len(tail)] = rows
+    is_image = (ids == network.config.image_token_id).long()
+    length = len(untrained.token_ids(answer))
+    logprobs = []
+    for types in (is_image, torch.zeros_like(ids)):
+        logits = network(inputs_embeds=embeds, token_type_ids=types).logits
+        predicted = logits[0, -length - 1 : -1].log_softmax(-1)
+        logprobs.append(predicted.gather(1, ids[0, -length:, None]).sum())
+    assert torch.allclose(score.logprob, logprobs[0], atol=1e-3)
+    assert not torch.allclose(score.logprob, logprobs[1], atol=1e-2)
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from benchmarks.yardsticks import (
     naming,
     pictures,
     train_clips,
+    train_minigemma,
     train_miniintern,
     train_minillava,
     train_miniqwen,
@@ -44,6 +45,13 @@ STEPS: dict[Model, dict[str, float]] = {
         "phrases": 9.014,
         "questions": 8.282,
     },
+    "minigemma": {
+        "reading": 57.431,
+        "tower": 64.622,
+        "naming": 7.420,
+        "phrases": 9.346,
+        "questions": 8.537,
+    },
     "clips": {"phrases": 9.781, "questions": 9.280, "thinned": 9.267},
 }
 """Loss of the first step of every stage, as with the optimiser that trained what is committed."""
@@ -60,6 +68,7 @@ def test_one_seed_gives_one_checkpoint(
         "minillava": train_minillava,
         "miniqwen": train_miniqwen,
         "miniintern": train_miniintern,
+        "minigemma": train_minigemma,
         "clips": train_clips,
     }
     monkeypatch.setattr(train_clips, "_DROPOUT", 1.0)  # of tokens in the first step too
