@@ -1,4 +1,4 @@
-"""``python -m benchmarks.accuracy.yardsticks``: accuracy table of mini-LLaVA and mini-Qwen3-VL.
+"""``python -m benchmarks.accuracy.yardsticks``: accuracy table of the small models.
 
 Every base policy and shipped state is compared with full, resized, random and oracle, at K = N/2 to
 N/16. Accuracy is measured in this process with transformers, on the selection code that a server
@@ -369,7 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> None:
     parser = CommandParser(
         prog="python -m benchmarks.accuracy.yardsticks",
-        description="Measure base policies, states and controls on mini-LLaVA and mini-Qwen3-VL.",
+        description="Measure base policies, states and controls on the small models.",
     )
     add = parser.add_argument
     text = "models to measure on"
@@ -400,7 +400,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     torch.set_num_threads(1)
     parts = list[str]()
     all_rows = list[_Row]()
-    positions = ""
+    positions = list[str]()
     for name in options.yardsticks:
         yardstick = open_yardstick(name, options.checkpoint)
         cases = (
@@ -413,12 +413,12 @@ def _run(arguments: Sequence[str] | None) -> None:
         parts.append(_as_markdown(yardstick, rows, options.split))
         all_rows += rows
         if yardstick.has_one_axis and not (options.methods or options.exchange):
-            positions = _tabulate_positions(yardstick, rows)
+            positions.append(_tabulate_positions(yardstick, rows))
     tables = {"yardsticks": "\n".join(parts)}
     if options.exchange:
         tables = {"exchange": _tabulate_exchange(all_rows)}
     elif positions:
-        tables["positions"] = positions
+        tables["positions"] = "\n".join(positions)
     print(*tables.values(), sep="\n", end="")
     if options.write_docs:
         data = "exchange.csv" if options.exchange else "accuracy.csv"

@@ -28,7 +28,7 @@ from benchmarks.search.study import (
     asks_model,
     replay_study,
 )
-from benchmarks.yardsticks import YARDSTICKS, open_yardstick
+from benchmarks.yardsticks import SEARCHED, open_yardstick
 from benchmarks.yardsticks.questions import Model
 from offline_search.dataset import SPLITS
 from offline_search.endpoint import EndpointProposer, EndpointSettings
@@ -211,8 +211,8 @@ _COMMANDS: Mapping[
             argument(
                 "--yardsticks",
                 nargs="+",
-                choices=YARDSTICKS,
-                default=YARDSTICKS,
+                choices=SEARCHED,
+                default=SEARCHED,
                 help="models to measure on",
             ),
             argument(
@@ -266,7 +266,7 @@ _COMMANDS: Mapping[
             _POOL,
             argument(
                 "--yardstick",
-                choices=YARDSTICKS,
+                choices=SEARCHED,
                 required=True,
                 help="model to measure on",
             ),

@@ -1,4 +1,4 @@
-"""The table of both yardsticks, on a model of known answers; the published ones, recomputed."""
+"""The table of the yardsticks, on a model of known answers; the published ones, recomputed."""
 
 from __future__ import annotations
 

@@ -141,16 +141,13 @@ def test_grounding_answers_with_row_and_column_of_as_many_as_a_tile_has_cells(
     assert len(answers) > 2
 
 
-@pytest.mark.parametrize("key", TRAINERS)
-def test_one_scene_in_four_of_the_test_split_has_shapes_at_the_border_alone(
-    key: Model,
-) -> None:
+def test_one_scene_in_four_of_the_test_split_has_shapes_at_the_border_alone() -> None:
     inner = dict[str, set[int]]()
-    (size, *_) = TRAINERS[key].sizes
+    (size, *_) = TRAINERS["minigemma"].sizes
     for split in ("validation", "test"):
         places = {
             (example.image_id, *map(int, example.answer.split()[1::2]))
-            for example in draw_examples(split, 24, key)
+            for example in draw_examples(split, 24, "minigemma")
             if example.kind == "grounding"
         }
         inner[split] = {
@@ -275,7 +272,7 @@ def untrained(
 def scene(untrained: TiledYardstick) -> list[Example]:
     examples = draw_examples("validation", 12, untrained.key)
     (example, *_) = (
-        e for e in examples if e.kind == "grounding" and max(e.image.shape) > TILE
+        e for e in examples if e.kind == "digit" and max(e.image.shape) > TILE
     )
     return [e for e in examples if e.image_id == example.image_id]
 

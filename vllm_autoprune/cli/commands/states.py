@@ -66,7 +66,7 @@ _FOLDED = {
 _COMPARED = "N/8"
 """K of the recorded accuracy that `list` has."""
 
-_YARDSTICKS = ("mini-LLaVA", "mini-Qwen3-VL")
+_YARDSTICKS = ("mini-LLaVA", "mini-Qwen3-VL", "mini-InternVL")
 """The models of the recorded accuracy of shipped states."""
 
 
@@ -80,7 +80,7 @@ class _Entry(NamedTuple):
     """What the state is, of :data:`_FOLDED`, if `list` leaves it out; empty for the others."""
     order: tuple[bool, bool, str, float, str]
     """Sort key: recommended states, others, states left out; by falling sum of the accuracies on
-    both models within each."""
+    all models within each."""
     record: _Record
     row: list[object]
 
@@ -101,7 +101,7 @@ def _list_states(options: Namespace) -> int:
         )
     texts.append(
         "First what is recommended for a backbone (docs/choosing.md) and what searches found; of "
-        "each, and of the others, the best on both small models, whose columns are per cent right "
+        "each, and of the others, the best on the small models, whose columns are per cent right "
         f"at K = {_COMPARED}. K is each state's own; --autoprune-budget serves another one. More: "
         "vllm-autoprune show NAME"
     )
@@ -109,7 +109,7 @@ def _list_states(options: Namespace) -> int:
     print_result(
         options,
         [entry.record for entry in entries],
-        format_table(head, rows, "<<><>>"),
+        format_table(head, rows, "<<><>>>"),
         format_paragraphs(texts),
     )
     return 0
