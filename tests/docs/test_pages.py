@@ -23,6 +23,7 @@ from vllm.config import ObservabilityConfig
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
+from benchmarks.policies import OURS, READING
 from benchmarks.search.results import _format_mean, read_confirmed, read_results
 from scripts.models_table import count_square, format_models, read_table
 from scripts.site_hooks import _adapt_page, _generate_files
@@ -236,45 +237,46 @@ def test_the_default_states_are_the_question_free_policies_that_are_right_most_o
     ]
     right = {(row["yardstick"], row["name"]): float(row["accuracy"]) for row in rows}
     reads = {row["name"] for row in rows if row["reads_question"] == "True"}
-    every = {*BASE_POLICIES} - {"norm"}
-    best = []
-    totals = dict.fromkeys(every - reads, 0.0)
+    published = {*BASE_POLICIES} - {*OURS}
+    totals = dict.fromkeys(published - reads, 0.0)
     columns = list(
         zip(
-            *re.findall(r"^\| (.+) \| (\d.+) \| (\d.+) \|$", CHOOSING, re.M),
+            *re.findall(
+                r"^\| (.+) \| (\d.+) \| (\d.+) \| (\d.+|-) \|$", CHOOSING, re.M
+            ),
             strict=True,
         )
     )
     for model, cells, found in zip(
-        ("mini-LLaVA", "mini-Qwen3-VL"),
+        ("mini-LLaVA", "mini-Qwen3-VL", "mini-InternVL"),
         columns[1:],
-        ("minillava", "miniqwen"),
+        ("minillava", "miniqwen", ""),
         strict=True,
     ):
-        published = {name: right.get((model, name), 0.0) for name in every}
-        totals = {name: total + published[name] for name, total in totals.items()}
-        best.append(max(totals, key=published.__getitem__))
-        reader = max(every & reads, key=published.__getitem__)
+        of_model = {name: right.get((model, name), 0.0) for name in published}
+        totals = {name: total + of_model[name] for name, total in totals.items()}
         controls = [
             f"{right[model, name]:.1f}"
-            for name in ("full", "resized", "random", "norm")
+            for name in ("full", "resized", "random", "norm", "pivoted_qr", READING)
         ]
         states = [
-            f"{right[model, name]:.1f}, `{name}`" for name in (best[-1], reader, found)
+            max(totals, key=of_model.__getitem__),
+            max(published & reads, key=of_model.__getitem__),
+            found,
         ]
-        assert [*cells[:7]] == [*controls, *states]
-    best.append(max(totals, key=totals.__getitem__))
-    assert [*RECOMMENDED.values()] == best == [*best[:2], best[1]]
-    assert re.search(
-        rf"\*\*serve.*LLaVA.*`{best[0]}` \| .*all others.*`{best[1]}`", CHOOSING
-    )
+        assert [*cells] == controls + [
+            f"{right[model, name]:.1f}, `{name}`" if name else "-" for name in states
+        ]
+    best = max(totals, key=totals.__getitem__)
+    assert {*RECOMMENDED.values()} == {best}
+    assert f"**`{best}` is the default**" in CHOOSING
     names = ("serve_llava.sh", "serve_qwen.sh", "compose/compose.yaml")
     texts = "".join((ROOT / "examples" / name).read_text() for name in names)
     texts += PAGES["README.md"] + PAGES["docs/index.md"]
     served = re.findall(
         r"(llava-hf|Qwen)/\S+[\s\\-]+autoprune-state[ =]([a-z]\S+)", texts
     )
-    assert {*served} == {("llava-hf", best[0]), ("Qwen", best[1])} and len(served) == 7
+    assert {*served} == {("llava-hf", best), ("Qwen", best)} and len(served) == 7
     budgets = re.findall(
         r"(llava-hf|Qwen)/\S+[\s\\-]+autoprune-state[ =]\S+[\s\\-]+autoprune-budget[ =](\S+)",
         texts,

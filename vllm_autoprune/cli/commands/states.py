@@ -54,7 +54,13 @@ RECOMMENDED = {
 }
 """Backbone family -> state to begin with, by the rule of docs/choosing.md, "Default states"."""
 
-_FOUND_BY_SEARCH = ("minillava", "minillava-split", "miniqwen")
+_TO_MEASURE = (
+    "pivoted_qr",
+    "pivoted_qr-relevance",
+    "minillava",
+    "minillava-split",
+    "miniqwen",
+)
 """Shipped states that are recommended to users who measure states on their own questions."""
 
 _FOLDED = {
@@ -100,10 +106,10 @@ def _list_states(options: Namespace) -> int:
             f"Left out: {kinds}. All {len(entries)}: vllm-autoprune list --all"
         )
     texts.append(
-        "First what is recommended for a backbone (docs/choosing.md) and what searches found; of "
-        "each, and of the others, the best on the small models, whose columns are per cent right "
-        f"at K = {_COMPARED}. K is each state's own; --autoprune-budget serves another one. More: "
-        "vllm-autoprune show NAME"
+        "First what is recommended for a backbone (docs/choosing.md) and what is worth measuring; "
+        "of each, and of the others, the best on the small models, whose columns are per cent "
+        f"right at K = {_COMPARED}. K is each state's own; --autoprune-budget serves another one. "
+        "More: vllm-autoprune show NAME"
     )
     head = ["state", "recommended", "K", "reads question", *_YARDSTICKS]
     print_result(
@@ -164,7 +170,7 @@ def _recommend(state: PruningState) -> str:
     families = [family for family, name in RECOMMENDED.items() if name == state.name]
     if families:
         return f"on {', '.join(families)}"
-    return "if you measure" if state.name in _FOUND_BY_SEARCH else ""
+    return "if you measure" if state.name in _TO_MEASURE else ""
 
 
 @command(
