@@ -39,6 +39,8 @@ _POSITION_SCALE = 0.6
 # is anywhere.
 _LOOKS = (*[((0, -1), (0, 1), (-1, 0), (1, 0))] * 2, *[((0, None), (None, 0))] * 2)
 _LOOK_STRENGTH = 3.3
+# Fields that classifiers keep in the rows of tokens, from which names would squeeze them out.
+_PLACES = ("row", "column")
 
 # What is too small to be read in a thumbnail.
 _DETAILS = ("word", "head", "tens", "units", "digit", "letter")
@@ -199,7 +201,8 @@ class TiledTrainer(ABC):
 
     A loss is that of one batch, given its seed and the number of the step. ``sizes`` are those of
     the model's pictures; ``end`` and ``pad`` are the tokens after an answer and after a text;
-    ``before_patches`` is the number of a tile's states that are not of patches.
+    ``before_patches`` is the number of a tile's states that are not of patches; ``tells_places`` is
+    whether classifiers of rows and columns keep places in the rows of tokens.
     """
 
     key: ClassVar[Model]
@@ -207,6 +210,7 @@ class TiledTrainer(ABC):
     end: ClassVar[str]
     pad: ClassVar[str]
     before_patches: ClassVar[int] = 0
+    tells_places: ClassVar[bool] = False
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -217,8 +221,11 @@ class TiledTrainer(ABC):
             torch.tensor(self._words.encode(text).ids) for text in (lead, between)
         )
         self.model = self.build_model()
-        width = self.model.config.vision_config.hidden_size
-        self.heads = training.DenseHeads(width, list_fields(self.sizes))
+        config = self.model.config
+        fields = list_fields(self.sizes)
+        self.heads = training.DenseHeads(config.vision_config.hidden_size, fields)
+        places = {name: fields[name] for name in _PLACES}
+        self.place_heads = training.DenseHeads(config.text_config.hidden_size, places)
 
     @abstractmethod
     def build_model(self) -> PreTrainedModel:
@@ -301,8 +308,14 @@ class TiledTrainer(ABC):
         return states[:, self.before_patches :]
 
     def _naming_loss(self, rows: Tensor, drawn: Pictures) -> Tensor:
+        """Loss of naming, and of places if the model tells them, of rows (B, N, D)."""
         table = self.model.get_input_embeddings().weight
-        return naming.naming_loss(self._words, rows, table, drawn.labels)
+        loss = naming.naming_loss(self._words, rows, table, drawn.labels)
+        if not self.tells_places:
+            return loss
+        patches = torch.stack([drawn.labels[name] for name in _PLACES])
+        tokens = patches.unflatten(2, (rows.shape[1], -1)).amax(3)
+        return loss + self.place_heads.loss(rows, tokens, {})
 
     def _answer_loss(
         self, seed: int, drawn: Pictures, budget: int, *, phrases_only: bool
@@ -358,7 +371,13 @@ def train(run: training.Training, trainer: type[TiledTrainer]) -> None:
     for number, (trained, loss) in enumerate(stages):
         model.requires_grad_(False)
         losses.heads.requires_grad_(number < 2)
+        losses.place_heads.requires_grad_(losses.tells_places and number >= 2)
         for part in trained:
             part.requires_grad_(True)
-        run.run_stage(number, {"model": model, "heads": losses.heads}, loss)
+        modules = {
+            "model": model,
+            "heads": losses.heads,
+            "place_heads": losses.place_heads,
+        }
+        run.run_stage(number, modules, loss)
     run.write_checkpoint(CHECKPOINTS[trainer.key], losses.list_modules())

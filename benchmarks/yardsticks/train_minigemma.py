@@ -38,14 +38,14 @@ class _Trainer(TiledTrainer):
     sizes = (tiles.SQUARE,)
     end = "<end_of_turn>"
     pad = "<pad>"
+    tells_places = True
 
     def build_model(self) -> Gemma3ForConditionalGeneration:
         """The untrained model, whose heads start by attending to neighbours and to words."""
         model = Gemma3ForConditionalGeneration(AutoConfig.from_pretrained(_GEMMA))
         tower = model.model.vision_tower
         language = model.model.language_model
-        for part in (tower, language):
-            part.config._attn_implementation = training.IN_PLACE
+        language.config._attn_implementation = training.IN_PLACE
         projection = model.model.multi_modal_projector.mm_input_projection_weight
         nn.init.normal_(projection, std=_PROJECTOR_SCALE)
         for module in tower.modules():
