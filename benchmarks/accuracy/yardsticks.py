@@ -11,7 +11,7 @@ import csv
 import io
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -32,6 +32,7 @@ from benchmarks.yardsticks.questions import CATEGORIES
 from benchmarks.yardsticks.yardstick import ALL_TOKENS, Case, Scores, Yardstick
 from offline_search.dataset import SPLITS
 from vllm_autoprune.cli.output import CommandParser
+from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.report import Table
 from vllm_autoprune.statistics import ClusterBootstrap, Estimate, Floats
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
@@ -144,12 +145,25 @@ def _build_exchange(yardstick: Yardstick) -> list[Case]:
     return cases
 
 
+def _build_duel(yardstick: Yardstick, names: Sequence[str], against: str) -> list[Case]:
+    """The cases in ``names``, all if it is empty, each compared with the one named ``against``.
+
+    Raises :class:`ConfigError` if the yardstick has no such case.
+    """
+    cases = _build_cases(yardstick, names and (*names, against))
+    if against not in {case.name for case in cases}:
+        problem = f"has no inputs of {against}, or it is of another kind"
+        remedy = "choose another method, or other yardsticks"
+        raise ConfigError(yardstick.name, [Problem("--against", problem, remedy)])
+    return [replace(case, base=against) for case in cases]
+
+
 @dataclass(frozen=True)
 class _Row:
     """Per cent of right answers of one case, on all questions or on those of a category or kind.
 
-    ``less_resized`` is the case minus the resize control at the same K, ``less_base`` a state minus
-    its base policy, ``less_search_result`` the case minus the state that a search found on the
+    ``less_resized`` is the case minus the resize control at the same K, ``less_base`` minus its
+    ``base``, ``less_search_result`` the case minus the state that a search found on the
     yardstick. All are paired by question, with intervals over images.
     """
 
@@ -327,25 +341,23 @@ def _tabulate_positions(yardstick: Yardstick, rows: Sequence[_Row]) -> str:
     return Table("", columns, table, "-" + "r" * len(states)).markdown() + "\n"
 
 
-def _tabulate_exchange(rows: Sequence[_Row]) -> str:
-    """Points that the exchange gains upon each base policy ± the longer side of the interval."""
-    columns: list[str] = []
+def _tabulate_gains(rows: Sequence[_Row], heading: str) -> str:
+    """Points that every case gains upon the one it is compared with, with their intervals."""
+    columns = dict.fromkeys(
+        f"{row.yardstick}, {row.budget}" for row in rows if row.less_base is not None
+    )
     gains: dict[str, dict[str, str]] = {}
     for row in rows:
         if row.less_base is not None and row.category is None:
-            column = f"{row.yardstick}, {row.budget}"
-            if column not in columns:
-                columns.append(column)
-            base = row.name.removeprefix(_UPON)
-            gain = row.less_base
-            width = max(gain.high - gain.value, gain.value - gain.low)
-            text = f"{gain.value:+.1f}±{width:.1f}"
-            gains.setdefault(base, {})[column] = text
+            name = row.name.removeprefix(_UPON)
+            gains.setdefault(name, {})[f"{row.yardstick}, {row.budget}"] = (
+                format_estimate(row.less_base, between=" to ")
+            )
     table = [
-        [f"`{base}`", *(by_column.get(column, "-") for column in columns)]
-        for base, by_column in gains.items()
+        [f"`{name}`", *(by_column.get(column, "-") for column in columns)]
+        for name, by_column in gains.items()
     ]
-    return Table("", ["upon", *columns], table).markdown() + "\n"
+    return Table("", [heading, *columns], table).markdown() + "\n"
 
 
 def _write_parts(page: Path, parts: Mapping[str, str]) -> None:
@@ -392,7 +404,10 @@ def _run(arguments: Sequence[str] | None) -> None:
     text = (
         "instead compare every base policy with the released exchange of tokens upon it"
     )
-    add("--exchange", action="store_true", help=text)
+    others = parser.add_mutually_exclusive_group()
+    others.add_argument("--exchange", action="store_true", help=text)
+    text = "instead tell how far the methods are ahead of this one, by question"
+    others.add_argument("--against", metavar="METHOD", help=text)
     text = "also write docs/data/exchange.csv, or accuracy.csv and docs/accuracy.md's tables"
     add("--write-docs", action="store_true", help=text)
     options = parser.parse_args(arguments)
@@ -403,11 +418,12 @@ def _run(arguments: Sequence[str] | None) -> None:
     positions = list[str]()
     for name in options.yardsticks:
         yardstick = open_yardstick(name, options.checkpoint)
-        cases = (
-            _build_exchange(yardstick)
-            if options.exchange
-            else _build_cases(yardstick, options.methods)
-        )
+        if options.exchange:
+            cases = _build_exchange(yardstick)
+        elif options.against:
+            cases = _build_duel(yardstick, options.methods, options.against)
+        else:
+            cases = _build_cases(yardstick, options.methods)
         examples = draw_examples(options.split, options.images, yardstick.key)
         rows = list(_measure(yardstick, cases, examples))
         parts.append(_as_markdown(yardstick, rows, options.split))
@@ -416,7 +432,9 @@ def _run(arguments: Sequence[str] | None) -> None:
             positions.append(_tabulate_positions(yardstick, rows))
     tables = {"yardsticks": "\n".join(parts)}
     if options.exchange:
-        tables = {"exchange": _tabulate_exchange(all_rows)}
+        tables = {"exchange": _tabulate_gains(all_rows, "upon")}
+    elif options.against:
+        tables = {"differences": _tabulate_gains(all_rows, f"less {options.against}")}
     elif positions:
         tables["positions"] = "\n".join(positions)
     print(*tables.values(), sep="\n", end="")

@@ -18,7 +18,7 @@ from benchmarks.yardsticks.minillava import MiniLlava
 from benchmarks.yardsticks.miniqwen import MiniQwen
 from benchmarks.yardsticks.yardstick import Budget, Case, Scores, Yardstick
 from tests.benchmarks.accuracy.published import PUBLISHED
-from vllm_autoprune.errors import StateError
+from vllm_autoprune.errors import ConfigError, StateError
 from vllm_autoprune.evaluation.scoring import Aggregates
 from vllm_autoprune.statistics import Estimate
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
@@ -192,9 +192,26 @@ def test_the_exchange_is_compared_with_the_base_policy_alone(
     ]
     exchange = yardsticks._build_exchange(yardstick)
     rows = list(yardsticks._measure(yardstick, exchange, examples))
-    table = yardsticks._tabulate_exchange(rows).splitlines()
+    table = yardsticks._tabulate_gains(rows, "upon").splitlines()
     assert table[0] == "| upon | sample, K = 2 |"
-    assert {"| `divprune` | +50.0±0.0 |", "| `norm` | +0.0±0.0 |"} <= {*table}
+    zero = "| `norm` | 0.0 (0.0 to 0.0) |"
+    assert {"| `divprune` | 50.0 (50.0 to 50.0) |", zero} <= {*table}
+
+
+def test_a_method_is_compared_with_any_other_by_question() -> None:
+    yardstick = SampleYardstick("divprune")
+    duel = yardsticks._build_duel(yardstick, ["divprune"], "norm")
+    image = torch.zeros(3, 2, 2)
+    kinds = ("digit", "text")
+    examples = [Example(0, image, kind, "yes", kind, None, ()) for kind in kinds]
+    rows = list(yardsticks._measure(yardstick, duel, examples))
+    head, _, *body = yardsticks._tabulate_gains(rows, "less norm").splitlines()
+    assert head.startswith("| less norm | sample, K = ")
+    assert any(line.startswith("| `divprune` |") for line in body)
+    assert not any(line.startswith(("| `norm` |", "| `full` |")) for line in body)
+
+    with pytest.raises(ConfigError, match="no inputs of cdpruner"):
+        yardsticks._build_duel(yardstick, [], "cdpruner")
 
 
 def recompute(table: Json, row: Json, without: Collection[str] = ()) -> Aggregates:
