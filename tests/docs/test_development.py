@@ -35,7 +35,7 @@ def test_a_method_added_as_the_page_says_passes_the_checks(tmp_path: Path) -> No
         assert result.returncode == 0, f"{arguments}\n{result.stdout}{result.stderr}"
 
     (code,) = re.findall(r"```python\n(.*?)```", method, re.DOTALL)
-    with (copy / "vllm_autoprune/base_policies/greedy.py").open("a") as module:
+    with (copy / "vllm_autoprune/base_policies/importance.py").open("a") as module:
         module.write(f"\n\n{code}")
     page = copy / "docs/base-policies.md"
     row = "| `loudest` | pre-LLM selection | - | - |\n"

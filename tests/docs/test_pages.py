@@ -31,7 +31,7 @@ from scripts.wrapped_table import format_wrapped, read_wrapped
 from tests.docs.commands import read_commands
 from vllm_autoprune import __version__
 from vllm_autoprune.advise import WAYS
-from vllm_autoprune.base_policies import greedy
+from vllm_autoprune.base_policies import importance
 from vllm_autoprune.cli.commands import SUMMARIES
 from vllm_autoprune.cli.commands.states import RECOMMENDED
 from vllm_autoprune.cli.main import main
@@ -466,7 +466,7 @@ def test_the_method_on_the_page_becomes_a_policy() -> None:
     (code,) = re.findall(
         r"```python\n(.*?)```", PAGES["docs/development.md"], re.DOTALL
     )
-    exec(code, dict(vars(greedy)))
+    exec(code, dict(vars(importance)))
     policy = BASE_POLICIES.pop("loudest")
     features = torch.tensor([3.0, 1.0, 2.0, 9.0, 8.0, 7.0])[None, :, None].expand(
         2, 6, 4

@@ -3,7 +3,16 @@
 Importing this package registers all of them.
 """
 
-from vllm_autoprune.base_policies import greedy, groups, language, merging, video  # noqa: F401
+from vllm_autoprune.base_policies import (  # noqa: F401
+    coverage,
+    determinants,
+    diversity,
+    groups,
+    importance,
+    language,
+    merging,
+    video,
+)
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 # The JSON schema and every list of base policies have them in this order.
