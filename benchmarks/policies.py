@@ -77,7 +77,9 @@ OURS = ("norm", "pivoted_qr")
 """Base policies that nobody published as pruning methods."""
 
 READING = "pivoted_qr-relevance"
+"""Pivoted QR that reads the question."""
 SPLIT = "pivoted_qr-split"
+"""Pivoted QR of which half of K is a core that reads no question."""
 
 _RESIZED = "resized"
 """The name of the resize control in the data."""

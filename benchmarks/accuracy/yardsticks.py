@@ -7,24 +7,20 @@ runs. A case costs a selection and a pass of the language model, so hundreds of 
 
 from __future__ import annotations
 
-import csv
-import io
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 import torch
 
+from benchmarks.accuracy import tables
+from benchmarks.accuracy.rows import Row, merge_rows, read_rows, write_rows
+from benchmarks.accuracy.tables import UPON
 from benchmarks.common.command import run_command
-from benchmarks.common.report import (
-    command_line,
-    format_estimate,
-    log_progress,
-    read_commit,
-)
+from benchmarks.common.report import command_line, log_progress, read_commit
 from benchmarks.policies import READING, SEARCH_RESULTS, SOURCE, SPLIT
 from benchmarks.yardsticks import YARDSTICKS, open_yardstick
 from benchmarks.yardsticks.examples import Example, draw_examples
@@ -33,14 +29,13 @@ from benchmarks.yardsticks.yardstick import ALL_TOKENS, Case, Scores, Yardstick
 from offline_search.dataset import SPLITS
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.report import Table
 from vllm_autoprune.statistics import ClusterBootstrap, Estimate, Floats
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.state import PruningState
 
-_DOCS = Path(__file__).resolve().parents[2] / "docs"
+_DATA = Path(__file__).resolve().parents[2] / "docs/data"
 
 _STATES = (
     "norm",
@@ -58,15 +53,9 @@ _CONTROLS = ("resized", "random", "oracle")
 _BEFORE = "@merger_in"
 """Suffix of a case's name: its state ranks tokens by their features before the patch merger."""
 
-_UPON = f"{SOURCE} upon "
-"""Beginning of the name of a case that exchanges tokens as the released state does."""
-
 _EXCHANGE_BUDGETS = ("K = 36", "K = 9", "K = N/2", "K = N/16")
 """Of each yardstick the budget at which 2 tokens are the paper's share of K, 6 %, and the one at
 which K is the paper's share of N, 6 %."""
-
-_BY_KIND = (2, ("cen_divprune", "divprune", "cdpruner", "minillava"))
-"""Divisor of N, and the states, in the table of positions by kind of question."""
 
 _WITHOUT_FEATURES = ("mmtok", "scope", "prunesid", "holov")
 """Base policies that read encoder tokens anyway, or only attention, so that ranking before the
@@ -141,7 +130,7 @@ def _build_exchange(yardstick: Yardstick) -> list[Case]:
                 update = {"base_policy": alone.base_policy}
                 upon = source.model_copy(update=update)
                 cases.append(Case(name, budget, state=alone))
-                cases.append(Case(f"{_UPON}{name}", budget, state=upon, base=name))
+                cases.append(Case(f"{UPON}{name}", budget, state=upon, base=name))
     return cases
 
 
@@ -156,32 +145,6 @@ def _build_duel(yardstick: Yardstick, names: Sequence[str], against: str) -> lis
         remedy = "choose another method, or other yardsticks"
         raise ConfigError(yardstick.name, [Problem("--against", problem, remedy)])
     return [replace(case, base=against) for case in cases]
-
-
-@dataclass(frozen=True)
-class _Row:
-    """Per cent of right answers of one case, on all questions or on those of a category or kind.
-
-    ``less_resized`` is the case minus the resize control at the same K, ``less_base`` minus its
-    ``base``, ``less_search_result`` the case minus the state that a search found on the
-    yardstick. All are paired by question, with intervals over images.
-    """
-
-    yardstick: str
-    budget: str
-    name: str
-    reads_question: bool | None
-    digest: str
-    category: str | None
-    kind: str | None
-    questions: int
-    images: int
-    tokens: float
-    accuracy: Estimate
-    logprob: float
-    less_resized: Estimate | None
-    less_base: Estimate | None
-    less_search_result: Estimate | None
 
 
 def _list_slices(
@@ -199,11 +162,13 @@ def _list_slices(
 
 def _measure(
     yardstick: Yardstick, cases: Sequence[Case], examples: Sequence[Example]
-) -> Iterator[_Row]:
+) -> Iterator[Row]:
     """Rows of every case: for all questions, for each category, and for each kind."""
     scores: dict[tuple[str, str], list[Scores]] = {
         (c.name, c.budget.label): [] for c in cases
     }
+    command = shlex.join(command_line())
+    commit = read_commit("benchmarks/accuracy/yardsticks.py")
     log_progress(f"{len(cases)} cases on {yardstick.name}")
     for batch in yardstick.batches(examples):
         encoded = yardstick.encode(batch)
@@ -241,7 +206,7 @@ def _measure(
                 .double()
                 .numpy()
             )
-            yield _Row(
+            yield Row(
                 yardstick=yardstick.name,
                 budget=label,
                 name=case.name,
@@ -259,115 +224,9 @@ def _measure(
                 less_resized=less["resized"],
                 less_base=less[case.base],
                 less_search_result=less[yardstick.search_result],
+                command=command,
+                commit=commit,
             )
-
-
-def _as_csv(rows: Sequence[_Row]) -> str:
-    """One row a line; an estimate has three columns, with its 95 % interval ``low`` to ``high``.
-
-    Every row ends with the command that measured it, and the last commit that changed the command.
-    """
-    source = {
-        "command": shlex.join(command_line()),
-        "commit": read_commit("benchmarks/accuracy/yardsticks.py"),
-    }
-    records = []
-    for row in rows:
-        record: dict[str, object] = {}
-        for name, value in asdict(row).items():
-            record[name] = value
-            if name == "accuracy" or name.startswith("less_"):
-                figures = value or dict.fromkeys(("value", "low", "high"))
-                record |= {name: figures["value"]}
-                record |= {f"{name}_{side}": figures[side] for side in ("low", "high")}
-        records.append(record | source)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, records[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(records)
-    return text.getvalue()
-
-
-def _as_markdown(
-    yardstick: Yardstick, rows: Sequence[_Row], split: str = "test"
-) -> str:
-    """Table of all cases except variants that are compared with another case of the same state.
-
-    States that a search found are in bold. A cell has per cent right, then points above resizing ±
-    the longer side of the interval.
-    """
-    full = rows[0]
-    images = f"{full.images} images of the {split} split"
-    accuracy = format_estimate(full.accuracy, between=" to ").replace(" (", " % (")
-    cells: dict[str, dict[str, str]] = {}
-    for row in rows[1:]:
-        if row.category is None and "@" not in row.name:
-            reads = {True: "read", False: "-", None: ""}[row.reads_question]
-            figure = f"{row.accuracy.value:.1f}"
-            if more := row.less_resized:
-                width = max(more.high - more.value, more.value - more.low)
-                figure += f" {more.value:+.1f}±{width:.1f}"
-            label = (
-                f"**{row.name}**" if row.name == yardstick.search_result else row.name
-            )
-            method = cells.setdefault(row.name, {"method": label, "question": reads})
-            method[row.budget] = figure
-    columns = ("method", "question", *(budget.label for budget in yardstick.budgets))
-    table = [
-        [method.get(column, "-") for column in columns] for method in cells.values()
-    ]
-    return (
-        f"### {yardstick.name}\n\n{yardstick.model}; {full.questions} questions about {images}. "
-        f"With all tokens ({full.tokens:.1f} on average) {accuracy} are right.\n\n"
-        f"{Table('', columns, table, '--rrrr').markdown()}\n"
-    )
-
-
-def _tabulate_positions(yardstick: Yardstick, rows: Sequence[_Row]) -> str:
-    """Per cent right of a few states by kind of question, with packed and with true positions."""
-    number, states = _BY_KIND
-    label = yardstick.budgets[number].label
-    by_kind: dict[str, dict[str, str]] = {}
-    for row in rows:
-        if row.budget == label and (row.kind or row.category is None):
-            by_kind.setdefault(row.kind or "all", {})[row.name] = (
-                f"{row.accuracy.value:.1f}"
-            )
-    table = [
-        [kind, *(f"{by_name[f'{name}@packed']}→{by_name[name]}" for name in states)]
-        for kind, by_name in by_kind.items()
-    ]
-    columns = (f"{yardstick.name}, {label}", *(f"`{name}`" for name in states))
-    return Table("", columns, table, "-" + "r" * len(states)).markdown() + "\n"
-
-
-def _tabulate_gains(rows: Sequence[_Row], heading: str) -> str:
-    """Points that every case gains upon the one it is compared with, with their intervals."""
-    columns = dict.fromkeys(
-        f"{row.yardstick}, {row.budget}" for row in rows if row.less_base is not None
-    )
-    gains: dict[str, dict[str, str]] = {}
-    for row in rows:
-        if row.less_base is not None and row.category is None:
-            name = row.name.removeprefix(_UPON)
-            gains.setdefault(name, {})[f"{row.yardstick}, {row.budget}"] = (
-                format_estimate(row.less_base, between=" to ")
-            )
-    table = [
-        [f"`{name}`", *(by_column.get(column, "-") for column in columns)]
-        for name, by_column in gains.items()
-    ]
-    return Table("", [heading, *columns], table).markdown() + "\n"
-
-
-def _write_parts(page: Path, parts: Mapping[str, str]) -> None:
-    """Write each part of a page between ``<!-- name -->`` and ``<!-- /name -->``."""
-    text = page.read_text(encoding="utf-8")
-    for name, part in parts.items():
-        head, begin, tail = text.partition(f"<!-- {name} -->\n")
-        _, end, tail = tail.partition(f"<!-- /{name} -->")
-        text = f"{head}{begin}\n{part}\n{end}{tail}"
-    page.write_text(text, encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -379,6 +238,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> None:
+    parser = _build_parser()
+    options = parser.parse_args(arguments)
+    if options.checkpoint and options.write_docs:
+        parser.error("--write-docs is for the committed checkpoints")
+    # The last bits of pictures depend on the number of threads.
+    torch.set_num_threads(1)
+    rows = list[Row]()
+    parts = list[str]()
+    for name in options.yardsticks:
+        yardstick = open_yardstick(name, options.checkpoint)
+        if options.exchange:
+            cases = _build_exchange(yardstick)
+        elif options.against:
+            cases = _build_duel(yardstick, options.methods, options.against)
+        else:
+            cases = _build_cases(yardstick, options.methods)
+        examples = draw_examples(options.split, options.images, yardstick.key)
+        measured = list(_measure(yardstick, cases, examples))
+        parts.append(tables.tabulate_accuracy(yardstick, measured, options.split))
+        rows += measured
+    if options.exchange:
+        parts = [tables.tabulate_gains(rows, "upon")]
+    elif options.against:
+        parts = [tables.tabulate_gains(rows, f"less {options.against}")]
+    print(*parts, sep="\n", end="")
+    if options.write_docs and options.exchange:
+        (_DATA / "exchange.csv").write_text(write_rows(rows), encoding="utf-8")
+    elif options.write_docs:
+        _write_docs(rows, keep=bool(options.methods))
+
+
+def _build_parser() -> CommandParser:
     parser = CommandParser(
         prog="python -m benchmarks.accuracy.yardsticks",
         description="Measure base policies, states and controls on the small models.",
@@ -408,41 +299,40 @@ def _run(arguments: Sequence[str] | None) -> None:
     others.add_argument("--exchange", action="store_true", help=text)
     text = "instead tell how far the methods are ahead of this one, by question"
     others.add_argument("--against", metavar="METHOD", help=text)
-    text = "also write docs/data/exchange.csv, or accuracy.csv and docs/accuracy.md's tables"
-    add("--write-docs", action="store_true", help=text)
-    options = parser.parse_args(arguments)
-    # The last bits of pictures depend on the number of threads.
-    torch.set_num_threads(1)
-    parts = list[str]()
-    all_rows = list[_Row]()
+    text = "also write docs/data/exchange.csv; or replace what was measured in accuracy.csv and "
+    text += "docs/accuracy.md's tables"
+    others.add_argument("--write-docs", action="store_true", help=text)
+    return parser
+
+
+def _write_docs(rows: Sequence[Row], *, keep: bool) -> None:
+    """Put rows into accuracy.csv, and write the tables of accuracy.md anew from all its rows.
+
+    Other rows of the yardsticks that were measured go, unless ``keep``.
+    """
+    data = _DATA / "accuracy.csv"
+    measured = {row.yardstick for row in rows}
+    old = [
+        row
+        for row in read_rows(data.read_text(encoding="utf-8"))
+        if keep or row.yardstick not in measured
+    ]
+    yardsticks = [open_yardstick(name) for name in YARDSTICKS]
+    merged = merge_rows(old, rows, [yardstick.name for yardstick in yardsticks])
+    data.write_text(write_rows(merged), encoding="utf-8")
+    accuracy = list[str]()
     positions = list[str]()
-    for name in options.yardsticks:
-        yardstick = open_yardstick(name, options.checkpoint)
-        if options.exchange:
-            cases = _build_exchange(yardstick)
-        elif options.against:
-            cases = _build_duel(yardstick, options.methods, options.against)
-        else:
-            cases = _build_cases(yardstick, options.methods)
-        examples = draw_examples(options.split, options.images, yardstick.key)
-        rows = list(_measure(yardstick, cases, examples))
-        parts.append(_as_markdown(yardstick, rows, options.split))
-        all_rows += rows
-        if yardstick.has_one_axis and not (options.methods or options.exchange):
-            positions.append(_tabulate_positions(yardstick, rows))
-    tables = {"yardsticks": "\n".join(parts)}
-    if options.exchange:
-        tables = {"exchange": _tabulate_gains(all_rows, "upon")}
-    elif options.against:
-        tables = {"differences": _tabulate_gains(all_rows, f"less {options.against}")}
-    elif positions:
-        tables["positions"] = "\n".join(positions)
-    print(*tables.values(), sep="\n", end="")
-    if options.write_docs:
-        data = "exchange.csv" if options.exchange else "accuracy.csv"
-        if not options.exchange:
-            _write_parts(_DOCS / "accuracy.md", tables)
-        (_DOCS / "data" / data).write_text(_as_csv(all_rows), encoding="utf-8")
+    names = ("full", *_CONTROLS, *dict.fromkeys((*BASE_POLICIES, *_STATES)))
+    order = {name: number for number, name in enumerate(names)}
+    # Tables have methods in the order in which they are measured all together.
+    merged.sort(key=lambda row: order.get(row.name, len(order)))
+    for yardstick in yardsticks:
+        own = [row for row in merged if row.yardstick == yardstick.name]
+        accuracy.append(tables.tabulate_accuracy(yardstick, own))
+        if yardstick.has_one_axis:
+            positions.append(tables.tabulate_positions(yardstick, own))
+    parts = {"yardsticks": "\n".join(accuracy), "positions": "\n".join(positions)}
+    tables.write_parts(_DATA.with_name("accuracy.md"), parts)
 
 
 if __name__ == "__main__":

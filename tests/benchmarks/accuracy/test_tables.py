@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.accuracy import yardsticks
+from benchmarks.accuracy import tables, yardsticks
+from benchmarks.accuracy.rows import Row, merge_rows, read_rows, write_rows
 from benchmarks.yardsticks.examples import Example
 from benchmarks.yardsticks.minillava import MiniLlava
 from benchmarks.yardsticks.miniqwen import MiniQwen
@@ -131,10 +133,10 @@ def test_differences_are_paired_by_question(wrong: str, gain: int) -> None:
         state.less_search_result,
     )
     assert unpaired == (None, None, None)
-    page = yardsticks._as_markdown(yardstick, rows).splitlines()
+    page = tables.tabulate_accuracy(yardstick, rows).splitlines()
     accuracy = state.accuracy.value
     assert f"| **instruction-free** | - | {accuracy:.1f} {half:+.1f}±0.0 |" in page
-    records = list(csv.DictReader(yardsticks._as_csv(rows).splitlines()))
+    records = list(csv.DictReader(write_rows(rows).splitlines()))
     assert len(records) == len(rows) == 4 * 5, (
         "all questions, two categories, two kinds"
     )
@@ -145,12 +147,30 @@ def test_differences_are_paired_by_question(wrong: str, gain: int) -> None:
         float(record["less_resized_low"]) == half
         and record["reads_question"] == "False"
     )
+    assert read_rows(write_rows(rows)) == rows
+
+
+def test_new_rows_replace_those_about_the_same() -> None:
+    yardstick = SampleYardstick("divprune")
+    example = Example(0, torch.zeros(3, 2, 2), "1?", "yes", "digit", None, ())
+
+    def measure(*names: str) -> list[Row]:
+        cases = yardsticks._build_cases(yardstick, names)
+        return list(yardsticks._measure(yardstick, cases, [example]))
+
+    old = measure("divprune", "norm")
+    other = [replace(row, yardstick="another") for row in old]
+    yardstick.wrong = "norm"
+    merged = merge_rows([*old, *other], measure("norm"), ["another", "sample"])
+    assert [row.key for row in merged] == [row.key for row in (*other, *old)]
+    by_name = {row.name: row.accuracy.value for row in merged if not row.category}
+    assert by_name == {"full": 100, "resized": 100, "divprune": 0, "norm": 0}
 
 
 def test_positions_are_compared_by_kind_of_question(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(yardsticks, "_BY_KIND", (0, ("divprune",)))
+    monkeypatch.setattr(tables, "_BY_KIND", (0, ("divprune",)))
     monkeypatch.setattr(SampleYardstick, "has_one_axis", True)
     yardstick = SampleYardstick("divprune@packed")
     image = torch.zeros(3, 2, 2)
@@ -161,13 +181,13 @@ def test_positions_are_compared_by_kind_of_question(
         for n, kind in enumerate(kinds)
     ]
     rows = list(yardsticks._measure(yardstick, cases, examples))
-    table = yardsticks._tabulate_positions(yardstick, rows).splitlines()[2:]
+    table = tables.tabulate_positions(yardstick, rows).splitlines()[2:]
     assert table == [
         "| all | 0.0→75.0 |",
         "| digit | 0.0→100.0 |",
         "| text | 0.0→0.0 |",
     ]
-    assert "@packed" not in yardsticks._as_markdown(yardstick, rows)
+    assert "@packed" not in tables.tabulate_accuracy(yardstick, rows)
 
 
 def test_the_exchange_is_compared_with_the_base_policy_alone(
@@ -192,7 +212,7 @@ def test_the_exchange_is_compared_with_the_base_policy_alone(
     ]
     exchange = yardsticks._build_exchange(yardstick)
     rows = list(yardsticks._measure(yardstick, exchange, examples))
-    table = yardsticks._tabulate_gains(rows, "upon").splitlines()
+    table = tables.tabulate_gains(rows, "upon").splitlines()
     assert table[0] == "| upon | sample, K = 2 |"
     zero = "| `norm` | 0.0 (0.0 to 0.0) |"
     assert {"| `divprune` | 50.0 (50.0 to 50.0) |", zero} <= {*table}
@@ -205,7 +225,7 @@ def test_a_method_is_compared_with_any_other_by_question() -> None:
     kinds = ("digit", "text")
     examples = [Example(0, image, kind, "yes", kind, None, ()) for kind in kinds]
     rows = list(yardsticks._measure(yardstick, duel, examples))
-    head, _, *body = yardsticks._tabulate_gains(rows, "less norm").splitlines()
+    head, _, *body = tables.tabulate_gains(rows, "less norm").splitlines()
     assert head.startswith("| less norm | sample, K = ")
     assert any(line.startswith("| `divprune` |") for line in body)
     assert not any(line.startswith(("| `norm` |", "| `full` |")) for line in body)

@@ -1,0 +1,100 @@
+"""Tables of the accuracy page, made of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.accuracy.rows import Row
+from benchmarks.common.report import format_estimate
+from benchmarks.policies import SOURCE
+from benchmarks.yardsticks.yardstick import Yardstick
+from vllm_autoprune.report import Table
+
+UPON = f"{SOURCE} upon "
+"""Beginning of the name of a case that exchanges tokens as the released state does."""
+
+_BY_KIND = (2, ("cen_divprune", "divprune", "cdpruner", "minillava"))
+"""Divisor of N, and the states, in the table of positions by kind of question."""
+
+
+def tabulate_accuracy(
+    yardstick: Yardstick, rows: Sequence[Row], split: str = "test"
+) -> str:
+    """Table of all cases except variants that are compared with another case of the same state.
+
+    States that a search found are in bold. A cell has per cent right, then points above resizing ±
+    the longer side of the interval.
+    """
+    full = rows[0]
+    images = f"{full.images} images of the {split} split"
+    accuracy = format_estimate(full.accuracy, between=" to ").replace(" (", " % (")
+    cells: dict[str, dict[str, str]] = {}
+    for row in rows[1:]:
+        if row.category is None and "@" not in row.name:
+            reads = {True: "read", False: "-", None: ""}[row.reads_question]
+            figure = f"{row.accuracy.value:.1f}"
+            if more := row.less_resized:
+                width = max(more.high - more.value, more.value - more.low)
+                figure += f" {more.value:+.1f}±{width:.1f}"
+            label = (
+                f"**{row.name}**" if row.name == yardstick.search_result else row.name
+            )
+            method = cells.setdefault(row.name, {"method": label, "question": reads})
+            method[row.budget] = figure
+    columns = ("method", "question", *(budget.label for budget in yardstick.budgets))
+    table = [
+        [method.get(column, "-") for column in columns] for method in cells.values()
+    ]
+    return (
+        f"### {yardstick.name}\n\n{yardstick.model}; {full.questions} questions about {images}. "
+        f"With all tokens ({full.tokens:.1f} on average) {accuracy} are right.\n\n"
+        f"{Table('', columns, table, '--rrrr').markdown()}\n"
+    )
+
+
+def tabulate_positions(yardstick: Yardstick, rows: Sequence[Row]) -> str:
+    """Per cent right of a few states by kind of question, with packed and with true positions."""
+    number, states = _BY_KIND
+    label = yardstick.budgets[number].label
+    by_kind: dict[str, dict[str, str]] = {}
+    for row in rows:
+        if row.budget == label and (row.kind or row.category is None):
+            by_kind.setdefault(row.kind or "all", {})[row.name] = (
+                f"{row.accuracy.value:.1f}"
+            )
+    table = [
+        [kind, *(f"{by_name[f'{name}@packed']}→{by_name[name]}" for name in states)]
+        for kind, by_name in by_kind.items()
+    ]
+    columns = (f"{yardstick.name}, {label}", *(f"`{name}`" for name in states))
+    return Table("", columns, table, "-" + "r" * len(states)).markdown() + "\n"
+
+
+def tabulate_gains(rows: Sequence[Row], heading: str) -> str:
+    """Points that every case gains upon the one it is compared with, with their intervals."""
+    columns = dict.fromkeys(
+        f"{row.yardstick}, {row.budget}" for row in rows if row.less_base is not None
+    )
+    gains: dict[str, dict[str, str]] = {}
+    for row in rows:
+        if row.less_base is not None and row.category is None:
+            name = row.name.removeprefix(UPON)
+            gains.setdefault(name, {})[f"{row.yardstick}, {row.budget}"] = (
+                format_estimate(row.less_base, between=" to ")
+            )
+    table = [
+        [f"`{name}`", *(by_column.get(column, "-") for column in columns)]
+        for name, by_column in gains.items()
+    ]
+    return Table("", [heading, *columns], table).markdown() + "\n"
+
+
+def write_parts(page: Path, parts: Mapping[str, str]) -> None:
+    """Write each part of a page between ``<!-- name -->`` and ``<!-- /name -->``."""
+    text = page.read_text(encoding="utf-8")
+    for name, part in parts.items():
+        head, begin, tail = text.partition(f"<!-- {name} -->\n")
+        _, end, tail = tail.partition(f"<!-- /{name} -->")
+        text = f"{head}{begin}\n{part}\n{end}{tail}"
+    page.write_text(text, encoding="utf-8")
