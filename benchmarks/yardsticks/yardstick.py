@@ -44,14 +44,16 @@ from vllm_autoprune.tpdsl.tokens import (
 
 @dataclass(frozen=True)
 class Budget:
-    """K as a share of N, and the share's name in tables."""
+    """K as a share of N, at most ``limit``, and its name in tables."""
 
     label: str
     share: Fraction
+    limit: int | None = None
 
     def tokens(self, count: int) -> int:
         """K of an image of ``count`` = N tokens, rounded down."""
-        return max(1, int(self.share * count))
+        tokens = max(1, int(self.share * count))
+        return tokens if self.limit is None else min(tokens, self.limit)
 
 
 ALL_TOKENS = Budget("all", Fraction(1))
