@@ -317,22 +317,34 @@ def _write_docs(rows: Sequence[Row], *, keep: bool) -> None:
         for row in read_rows(data.read_text(encoding="utf-8"))
         if keep or row.yardstick not in measured
     ]
-    yardsticks = [open_yardstick(name) for name in YARDSTICKS]
-    merged = merge_rows(old, rows, [yardstick.name for yardstick in yardsticks])
+    merged = merge_rows(old, rows, [open_yardstick(name).name for name in YARDSTICKS])
     data.write_text(write_rows(merged), encoding="utf-8")
-    accuracy = list[str]()
-    positions = list[str]()
+    tables.write_parts(_DATA.with_name("accuracy.md"), build_parts(merged))
+
+
+def build_parts(rows: Sequence[Row]) -> dict[str, str]:
+    """The tables of accuracy.md, by name, from all rows of its data.
+
+    They have methods in the order in which they are measured all together.
+    """
     names = ("full", *_CONTROLS, *dict.fromkeys((*BASE_POLICIES, *_STATES)))
     order = {name: number for number, name in enumerate(names)}
-    # Tables have methods in the order in which they are measured all together.
-    merged.sort(key=lambda row: order.get(row.name, len(order)))
-    for yardstick in yardsticks:
-        own = [row for row in merged if row.yardstick == yardstick.name]
-        accuracy.append(tables.tabulate_accuracy(yardstick, own))
-        if yardstick.has_one_axis:
-            positions.append(tables.tabulate_positions(yardstick, own))
-    parts = {"yardsticks": "\n".join(accuracy), "positions": "\n".join(positions)}
-    tables.write_parts(_DATA.with_name("accuracy.md"), parts)
+    ordered = sorted(rows, key=lambda row: order.get(row.name, len(order)))
+    by_yardstick = {
+        yardstick: [row for row in ordered if row.yardstick == yardstick.name]
+        for yardstick in map(open_yardstick, YARDSTICKS)
+    }
+    accuracy = [tables.tabulate_accuracy(*part) for part in by_yardstick.items()]
+    positions = [
+        tables.tabulate_positions(yardstick, own)
+        for yardstick, own in by_yardstick.items()
+        if yardstick.has_one_axis
+    ]
+    return {
+        "transfer": tables.tabulate_transfer(by_yardstick),
+        "yardsticks": "\n".join(accuracy),
+        "positions": "\n".join(positions),
+    }
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.loading import load_state
 
 Json = dict[str, Any]
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
 class SampleYardstick(Yardstick):
@@ -165,6 +167,13 @@ def test_new_rows_replace_those_about_the_same() -> None:
     assert [row.key for row in merged] == [row.key for row in (*other, *old)]
     by_name = {row.name: row.accuracy.value for row in merged if not row.category}
     assert by_name == {"full": 100, "resized": 100, "divprune": 0, "norm": 0}
+
+
+def test_the_page_has_the_tables_of_its_data() -> None:
+    rows = read_rows((DOCS / "data/accuracy.csv").read_text(encoding="utf-8"))
+    page = (DOCS / "accuracy.md").read_text(encoding="utf-8")
+    for name, part in yardsticks.build_parts(rows).items():
+        assert f"<!-- {name} -->\n\n{part}\n<!-- /{name} -->" in page, name
 
 
 def test_positions_are_compared_by_kind_of_question(
