@@ -36,7 +36,9 @@ def equal_budget(share: Budget, counts: Sequence[int]) -> Budget:
     budgets = [
         Budget("one K", Fraction(1), limit) for limit in range(1, max(counts) + 1)
     ]
-    return min(budgets, key=lambda one: abs(fmean(map(one.tokens, counts)) - mean))
+    return min(
+        budgets, key=lambda shared: abs(fmean(map(shared.tokens, counts)) - mean)
+    )
 
 
 def _compare(
@@ -50,25 +52,25 @@ def _compare(
     bootstrap = ClusterBootstrap([example.image_id for example in examples])
     for text in _SHARES:
         share = Budget(text, Fraction(text))
-        one = equal_budget(share, counts)
-        setting = f"{yardstick.model}, {text}, K = {one.limit} for all"
-        for budget in (share, one):
+        shared = equal_budget(share, counts)
+        setting = f"{yardstick.model}, {text}, K = {shared.limit} for all"
+        for budget in (share, shared):
             mean = fmean(map(budget.tokens, counts))
             table.add(f"tokens, {budget.label}", setting, mean, "tokens")
         for name in _STATES:
             state = load_state(name)
-            by_share, by_one = (
+            by_share, by_shared = (
                 torch.cat(
                     [b.score(Case(name, budget, state=state)).correct for b in encoded]
                 )
                 .double()
                 .numpy()
-                for budget in (share, one)
+                for budget in (share, shared)
             )
             for what, values in (
                 ("right, share", by_share),
-                ("right, one K", by_one),
-                ("one K less share", by_one - by_share),
+                ("right, one K", by_shared),
+                ("one K less share", by_shared - by_share),
             ):
                 figure = Estimate.of(100 * bootstrap.mean(values))
                 unit = "points" if "less" in what else "%"

@@ -336,9 +336,9 @@ def build_parts(rows: Sequence[Row]) -> dict[str, str]:
     }
     accuracy = [tables.tabulate_accuracy(*part) for part in by_yardstick.items()]
     positions = [
-        tables.tabulate_positions(yardstick, own)
-        for yardstick, own in by_yardstick.items()
-        if yardstick.has_one_axis
+        tables.tabulate_positions(*part)
+        for part in by_yardstick.items()
+        if part[0].has_one_axis
     ]
     return {
         "transfer": tables.tabulate_transfer(by_yardstick),

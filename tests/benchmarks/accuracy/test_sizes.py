@@ -24,6 +24,6 @@ def test_one_budget_keeps_as_many_tokens_as_a_share(
     share: str, counts: list[int], expected: int
 ) -> None:
     by_share = Budget(share, Fraction(share))
-    one = equal_budget(by_share, counts)
-    assert one.limit == expected
-    assert fmean(map(one.tokens, counts)) == fmean(map(by_share.tokens, counts))
+    shared = equal_budget(by_share, counts)
+    assert shared.limit == expected
+    assert fmean(map(shared.tokens, counts)) == fmean(map(by_share.tokens, counts))
