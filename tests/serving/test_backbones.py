@@ -39,6 +39,7 @@ pytestmark = pytest.mark.engine
 LIKE_ANOTHER = (
     "qwen3_vl_moe",
     "qwen3_5_moe",
+    "cosmos3_omni",
     "cohere_compass",
     "glm4v",
     "glm4v_moe",

@@ -116,7 +116,7 @@ def build(
         # Published checkpoints have some weights in another form.
         shutil.copytree(folder, folder / ORIGINAL)
         _publish_config(row, config, folder)
-    _publish_weights(row, folder / "model.safetensors")
+    _publish_weights(row, folder)
     return folder
 
 
@@ -233,12 +233,14 @@ def _write_model(config: Any, folder: Path) -> None:
     model.to(torch.bfloat16).save_pretrained(folder)
 
 
-def _publish_weights(row: _Row, file: Path) -> None:
-    """Rename, join and transpose weights as published checkpoints have them."""
+def _publish_weights(row: _Row, folder: Path) -> None:
+    """Rename, join, transpose and move weights as published checkpoints have them."""
     import torch
     from safetensors.torch import load_file, save_file
 
+    file = folder / "model.safetensors"
     weights = load_file(file)
+    file.unlink()
     if "joined" in row:
         for name in [n for n in weights if f"{row['joined']}q_proj" in n]:
             parts = [name.replace("q_proj", part) for part in _ATTENTION_PARTS]
@@ -251,4 +253,6 @@ def _publish_weights(row: _Row, file: Path) -> None:
         for ours, theirs in row.get("renamed", {}).items():
             name = name.replace(ours, theirs)
         published[row.get("weight_prefix", "") + name] = weight
+    file = folder / row.get("weight_file", file.name)
+    file.parent.mkdir(exist_ok=True)
     save_file(published, file, {"format": "pt"})

@@ -299,6 +299,7 @@ BACKBONES: dict[str, Backbone] = {
         _qwen("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", **_NAMED),
         _qwen("qwen3_5", "Qwen3_5ForConditionalGeneration", **_NAMED),
         _qwen("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", **_NAMED),
+        _qwen("cosmos3_omni", "Cosmos3ForConditionalGeneration", **_NAMED),
         _qwen("cohere_compass", "CohereCompassForConditionalGeneration"),
         _qwen("glm4v", "Glm4vForConditionalGeneration", **_NAMED),
         _qwen("glm4v_moe", "Glm4vMoeForConditionalGeneration", **_NAMED),

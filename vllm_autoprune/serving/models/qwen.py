@@ -13,6 +13,7 @@ from transformers.models.glm4v.image_processing_glm4v import smart_resize
 from vllm.model_executor.models.cohere_compass import (
     CohereCompassForConditionalGeneration,
 )
+from vllm.model_executor.models.cosmos3 import Cosmos3ForConditionalGeneration
 from vllm.model_executor.models.glm4_1v import (
     Glm4vForConditionalGeneration,
     Glm4vMoeForConditionalGeneration,
@@ -72,7 +73,7 @@ class _Qwen2_5OmniVision(_Qwen2_5Vision):
 
 
 class _Qwen3Vision(GridVision):
-    """Qwen3-VL and Qwen3.5; rows of later layers (deepstack) are pruned in the same way."""
+    """Qwen3-VL, Qwen3.5 and Cosmos 3; rows of later layers (deepstack) are pruned as well."""
 
     merger_name = "visual.merger"
     video_token = "video_token_id"
@@ -163,6 +164,9 @@ AutopruneQwen3_5ForConditionalGeneration = prune_grid(
 )
 AutopruneQwen3_5MoeForConditionalGeneration = prune_grid(
     Qwen3_5MoeForConditionalGeneration, _Qwen3Vision
+)
+AutopruneCosmos3ForConditionalGeneration = prune_grid(
+    Cosmos3ForConditionalGeneration, _Qwen3Vision
 )
 AutopruneCohereCompassForConditionalGeneration = prune_grid(
     CohereCompassForConditionalGeneration,
