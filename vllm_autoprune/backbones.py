@@ -262,6 +262,21 @@ def add_tower(shape: BackboneShape) -> BackboneShape:
     return replace(shape, tower=tower)
 
 
+def find_config_class(kind: object) -> type[PretrainedConfig] | None:
+    """The class that transformers has for a ``model_type``; None if it has none.
+
+    vLLM registers classes of its own in their place once it has read such a checkpoint, and these
+    may count layers differently (Cosmos 3 Edge).
+    """
+    from transformers.models.auto.configuration_auto import (
+        CONFIG_MAPPING,
+        CONFIG_MAPPING_NAMES,
+    )
+
+    unregistered = type(CONFIG_MAPPING)(CONFIG_MAPPING_NAMES)
+    return unregistered[kind] if kind in CONFIG_MAPPING_NAMES else None
+
+
 def read_config(name: str) -> PretrainedConfig:
     """Read the config.json of a folder, or of a checkpoint on the Hub or in its cache.
 
@@ -269,11 +284,11 @@ def read_config(name: str) -> PretrainedConfig:
     of the file become attributes unchanged. Raises :class:`ConfigError` if it cannot be read.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import CONFIG_MAPPING, PretrainedConfig
+    from transformers import PretrainedConfig
 
     def make(fields: dict[str, Any]) -> PretrainedConfig:
-        if (kind := fields.get("model_type")) in CONFIG_MAPPING:
-            return CONFIG_MAPPING[kind].from_dict(fields)
+        if config := find_config_class(fields.get("model_type")):
+            return config.from_dict(fields)
         nested = {
             key: make(part)
             for key, part in fields.items()

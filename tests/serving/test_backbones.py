@@ -40,6 +40,7 @@ LIKE_ANOTHER = (
     "qwen3_vl_moe",
     "qwen3_5_moe",
     "cosmos3_omni",
+    "cosmos3_edge",
     "cohere_compass",
     "glm4v",
     "glm4v_moe",

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+from vllm_autoprune.backbones import find_config_class
 
 WIDTH = 64
 """Width of every tower and language model."""
@@ -202,16 +205,14 @@ def _make_tokenizer(row: _Row) -> Any:
 
 
 def _make_config(name: str, row: _Row, tokenizer: Any) -> Any:
-    from transformers import AutoConfig
-
     ids = {
         field: tokenizer.convert_tokens_to_ids(token)
         for field, token in row["ids"].items()
     }
     unknown = tokenizer.unk_token_id
     assert unknown not in ids.values(), f"one of {row['ids']} is no token"
-    return AutoConfig.for_model(
-        row.get("model_type", name),
+    config_class: Any = find_config_class(row.get("model_type", name))
+    return config_class(
         vision_config=row["vision"],
         text_config={**_TEXT, **row["text"]},
         **{**row.get("config", {}), **ids},
@@ -251,7 +252,7 @@ def _publish_weights(row: _Row, folder: Path) -> None:
         if "transposed" in row and row["transposed"] in name:
             weight = weight.transpose(-1, -2).contiguous()
         for ours, theirs in row.get("renamed", {}).items():
-            name = name.replace(ours, theirs)
+            name = re.sub(ours, theirs, name)
         published[row.get("weight_prefix", "") + name] = weight
     file = folder / row.get("weight_file", file.name)
     file.parent.mkdir(exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -48,12 +49,15 @@ def _read_merger_input(
 
     ``grid`` is the grid of an image without tiles.
     """
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+    import transformers
 
     if (folder / ORIGINAL).exists():
         folder = folder / ORIGINAL
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    inputs = AutoProcessor.from_pretrained(folder).image_processor(
+    # By name, because vLLM puts configurations of its own in the place of transformers'.
+    config = json.loads((folder / "config.json").read_text())
+    architecture = getattr(transformers, config["architectures"][0])
+    model = architecture.from_pretrained(folder, dtype=torch.float32)
+    inputs = transformers.AutoProcessor.from_pretrained(folder).image_processor(
         [image], return_tensors="pt"
     )
     entering: dict[str, Tensor] = {}

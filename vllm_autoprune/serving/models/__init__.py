@@ -279,6 +279,7 @@ _INTERNVL_CHAT = (
 _WINDOWS = (
     "has layers with sliding windows, which reach back by tokens and not by positions"
 )
+_PLACES_WHOLE = "places the patches of whole images only"
 _MARKS = "the tokens that begin and end an image around every item"
 _TEXT = "text around the tiles of every item"
 
@@ -300,6 +301,11 @@ BACKBONES: dict[str, Backbone] = {
         _qwen("qwen3_5", "Qwen3_5ForConditionalGeneration", **_NAMED),
         _qwen("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", **_NAMED),
         _qwen("cosmos3_omni", "Cosmos3ForConditionalGeneration", **_NAMED),
+        _qwen(
+            "cosmos3_edge",
+            "Cosmos3EdgeForConditionalGeneration",
+            whole_only=_PLACES_WHOLE,
+        ),
         _qwen("cohere_compass", "CohereCompassForConditionalGeneration"),
         _qwen("glm4v", "Glm4vForConditionalGeneration", **_NAMED),
         _qwen("glm4v_moe", "Glm4vMoeForConditionalGeneration", **_NAMED),
@@ -308,7 +314,7 @@ BACKBONES: dict[str, Backbone] = {
             "glm_ocr",
             "GlmOcrForConditionalGeneration",
             budget="70%",
-            whole_only="places the patches of whole images only",
+            whole_only=_PLACES_WHOLE,
         ),
         _qwen(
             "qwen2_5_omni",

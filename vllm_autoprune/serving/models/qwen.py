@@ -1,6 +1,6 @@
 """Qwen-VL, GLM-4.xV and similar models: images of any size, patches merged four to one, M-RoPE.
 
-Their videos are pruned too, except those of Qwen2.5-Omni, Cohere Compass and GLM-OCR.
+Their videos are pruned too, but not those of Qwen2.5-Omni, Cosmos 3 Edge, Cohere Compass, GLM-OCR.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from vllm.model_executor.models.cohere_compass import (
     CohereCompassForConditionalGeneration,
 )
 from vllm.model_executor.models.cosmos3 import Cosmos3ForConditionalGeneration
+from vllm.model_executor.models.cosmos3_edge import Cosmos3EdgeForConditionalGeneration
 from vllm.model_executor.models.glm4_1v import (
     Glm4vForConditionalGeneration,
     Glm4vMoeForConditionalGeneration,
@@ -89,6 +90,16 @@ class _Qwen3Vision(GridVision):
         merger = super().find_merger()
         levels = self._model.visual.deepstack_merger_list
         return merger._replace(scored=next(iter(levels), merger.module))
+
+
+class _Cosmos3EdgeVision(GridVision):
+    """Cosmos 3 Edge, with a SigLIP2 tower; its videos are left whole."""
+
+    layers = "visual.encoder.encoder.layers"
+    attention_name = "self_attn.attn"
+    merger_name = "visual.projector"
+    cells = False
+    dates_frames = True
 
 
 class _CompassVision(_Qwen3Vision):
@@ -167,6 +178,11 @@ AutopruneQwen3_5MoeForConditionalGeneration = prune_grid(
 )
 AutopruneCosmos3ForConditionalGeneration = prune_grid(
     Cosmos3ForConditionalGeneration, _Qwen3Vision
+)
+AutopruneCosmos3EdgeForConditionalGeneration = prune_grid(
+    Cosmos3EdgeForConditionalGeneration,
+    _Cosmos3EdgeVision,
+    merger="Cosmos3EdgePatchMerger",
 )
 AutopruneCohereCompassForConditionalGeneration = prune_grid(
     CohereCompassForConditionalGeneration,
