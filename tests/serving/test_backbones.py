@@ -13,7 +13,9 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 from PIL import Image
-from torch import Tensor
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional
 
 from tests.serving.engine import (
     LLAVA,
@@ -27,7 +29,7 @@ from tests.serving.engine import (
 )
 from tests.serving.runners import Result, Runner, in_engine
 from vllm_autoprune.selftest import serve
-from vllm_autoprune.selftest.backbones import TINY_MODELS, build
+from vllm_autoprune.selftest.backbones import ORIGINAL, TINY_MODELS, build
 from vllm_autoprune.selftest.checks import CHECKS, runners_agree
 from vllm_autoprune.selftest.questions import picture
 from vllm_autoprune.selftest.run import Report
@@ -48,6 +50,7 @@ LIKE_ANOTHER = (
     "interns1",
     "qianfan_ocr",
     "skywork_chat",
+    "dots_ocr",
 )
 """Share the code that prunes with another backbone: left to `make test-all`."""
 ON_BOTH_RUNNERS = ("llava", "llava_onevision", "qwen2_5_vl", "qwen3_vl")
@@ -66,6 +69,7 @@ WITHOUT_VIDEO = (
     "skywork_chat",
     "paddleocr_vl",
     "lightonocr",
+    "dots_ocr",
 )
 """Their models, or vLLM's classes for them, take no videos."""
 
@@ -217,3 +221,53 @@ def test_audio_beside_a_pruned_image_is_untouched() -> None:
     assert pruned["logprob"] != unpruned["logprob"]
     assert len(sounds) == 3 and torch.equal(sounds[0], sounds[1])
     assert torch.equal(sounds[0], sounds[2])
+
+
+@in_engine
+def test_what_ranks_tokens_of_dots_ocr_enters_its_merger() -> None:
+    """Of transformers' Qwen2.5-VL, with what dots.ocr has besides: an embedding and two norms."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    folder = built("dots_ocr")
+    state = {**alone("divprune"), "rank_at": "merger_in"}
+    engine = start({"state": state, "budget": 8}, folder, dtype="float32")
+    processor = AutoProcessor.from_pretrained(folder).image_processor
+    inputs = processor([picture(330, 300, 4)], return_tensors="pt")
+    vision = engine.model.autoprune
+    (image,) = vision.images(inputs)
+    (region,) = vision.encode([image.inputs])[0].regions
+
+    original = AutoModelForImageTextToText.from_pretrained(
+        folder / ORIGINAL, dtype=torch.float32
+    )
+    tower = original.model.visual
+    weights = load_file(folder / "model.safetensors")
+    entering: list[Tensor] = []
+
+    def read(name: str) -> Tensor:
+        return weights[f"vision_tower.{name}"].float()
+
+    def embed(pixels: Tensor) -> Tensor:
+        patchifier = "patch_embed.patchifier"
+        matrix = read(f"{patchifier}.proj.weight").flatten(1)
+        patches = functional.linear(pixels, matrix, read(f"{patchifier}.proj.bias"))
+        return functional.rms_norm(
+            patches, (64,), read(f"{patchifier}.norm.weight"), 1e-6
+        )
+
+    def record(_: nn.Module, args: tuple[Tensor]) -> None:
+        norm = functional.rms_norm(args[0], (64,), read("post_trunk_norm.weight"), 1e-6)
+        entering.append(norm.unflatten(0, (-1, 4)))
+
+    tower.patch_embed.forward = embed
+    tower.merger.register_forward_pre_hook(record)
+    with torch.no_grad():
+        tower(inputs["pixel_values"], inputs["image_grid_thw"])
+    (patches,) = entering
+    norms = torch.stack([patches.norm(1, dim=2), patches.norm(dim=2)], dim=2)
+    torch.testing.assert_close(
+        region.signals["encoder"], patches.mean(dim=1), rtol=1e-3, atol=1e-3
+    )
+    torch.testing.assert_close(
+        region.signals["merger_norms"], norms.mean(dim=1), rtol=1e-3, atol=1e-3
+    )

@@ -174,7 +174,19 @@ def _publish_config(row: _Row, config: Any, folder: Path) -> None:
         config.save_pretrained(folder)
     file = folder / "config.json"
     published = _merge(json.loads(file.read_text()), row["published"])
+    if name := row.get("vllm_config"):
+        published = {**published.pop("text_config"), **published}
+        _register_config(name)
     file.write_text(json.dumps(published))
+
+
+def _register_config(name: str) -> None:
+    """Register a configuration of vLLM, which takes it from the code of checkpoints otherwise."""
+    from transformers import AutoConfig
+    from vllm.transformers_utils import configs
+
+    config = getattr(configs, name)
+    AutoConfig.register(config.model_type, config, exist_ok=True)
 
 
 def _make_tokenizer(row: _Row) -> Any:
@@ -235,7 +247,7 @@ def _write_model(config: Any, folder: Path) -> None:
 
 
 def _publish_weights(row: _Row, folder: Path) -> None:
-    """Rename, join, transpose and move weights as published checkpoints have them."""
+    """Rename, join, transpose, add and move weights as published checkpoints have them."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -254,6 +266,10 @@ def _publish_weights(row: _Row, folder: Path) -> None:
         for ours, theirs in row.get("renamed", {}).items():
             name = re.sub(ours, theirs, name)
         published[row.get("weight_prefix", "") + name] = weight
+    draw = torch.Generator().manual_seed(0)
+    for name, shape in row.get("added", {}).items():
+        noise = 0.15 * torch.randn(shape, generator=draw)
+        published[name] = (noise if len(shape) > 1 else 1 + noise).bfloat16()
     file = folder / row.get("weight_file", file.name)
     file.parent.mkdir(exist_ok=True)
     save_file(published, file, {"format": "pt"})

@@ -92,7 +92,7 @@ class SplitImage(BaseModel):
     """Whether a request for recall is refused, where they cannot."""
     merger_error: float | None
     """Largest error of the ranked rows against what enters the merger in transformers, relative to
-    how much tokens differ; None without a merger."""
+    how much tokens differ; None without a merger, or where transformers has no such model."""
 
 
 class Report(Profile, PrunedImages, SplitImage):

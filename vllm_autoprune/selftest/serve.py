@@ -210,9 +210,10 @@ def _serve_split(folder: Path, completions: Completions, size: int) -> SplitImag
     Questions are asked with shared and with empty caches, chunked and preempted. The state ranks
     tokens before the patch merger if the model has one.
     """
-    backbone = require_served(read_config(str(folder))).name
-    merger = TINY_MODELS.get(backbone, {}).get("merger")
-    ranking = {} if merger is None else {"rank_at": "merger_in"}
+    backbone = require_served(read_config(str(folder)))
+    merger = TINY_MODELS.get(backbone.name, {}).get("merger")
+    ranks = "merger_input" not in backbone.missing
+    ranking = {"rank_at": "merger_in"} if ranks else {}
     budget = min(SPLIT_BUDGET, size - 1)
     settings = make_settings(budget, core={"share": 0.7}, **ranking)
     colour, place, count = ((text, [LARGE]) for text in (COLOUR, PLACE, COUNT))

@@ -326,6 +326,7 @@ BACKBONES: dict[str, Backbone] = {
         ),
         _ocr("paddleocr_vl", "PaddleOCRVLForConditionalGeneration", mrope=True),
         _ocr("lightonocr", "LightOnOCRForConditionalGeneration", fields=()),
+        _ocr("dots_ocr", "DotsOCRForCausalLM"),
         Backbone(
             "llava_onevision",
             "llava",

@@ -1,4 +1,4 @@
-"""PaddleOCR-VL, LightOnOCR and Mistral 3: images of any size, patches merged four to one."""
+"""PaddleOCR-VL, LightOnOCR, dots.ocr, Mistral 3: images of any size, four patches a token."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from packaging.version import Version
 from torch import Tensor
+from vllm.model_executor.models.dots_ocr import DotsOCRForCausalLM
 from vllm.model_executor.models.lightonocr import LightOnOCRForConditionalGeneration
 from vllm.model_executor.models.mistral3 import Mistral3ForConditionalGeneration
 from vllm.model_executor.models.paddleocr_vl import PaddleOCRVLForConditionalGeneration
@@ -103,6 +104,14 @@ class _Mistral3Vision(_LightOnVision):
         return GridVision.encode(self, images)
 
 
+class _DotsVision(GridVision):
+    """dots.ocr, whose tower takes and merges patches as Qwen2-VL's does."""
+
+    tower_name = "vision_tower"
+    layers = "vision_tower.blocks"
+    merger_name = "vision_tower.merger.ln_q"
+
+
 AutoprunePaddleOCRVLForConditionalGeneration = prune_grid(
     PaddleOCRVLForConditionalGeneration, _PaddleVision, merger="Projector"
 )
@@ -110,6 +119,9 @@ AutopruneLightOnOCRForConditionalGeneration = prune_grid(
     LightOnOCRForConditionalGeneration,
     _LightOnVision,
     merger="mistral3.Mistral3MultiModalProjector",
+)
+AutopruneDotsOCRForCausalLM = prune_grid(
+    DotsOCRForCausalLM, _DotsVision, merger="PatchMerger"
 )
 AutopruneMistral3ForConditionalGeneration = prune_grid(
     Mistral3ForConditionalGeneration, _Mistral3Vision, merger="Mistral3PatchMerger"
