@@ -70,6 +70,7 @@ _YARDSTICKS: Mapping[str, Model] = {
     "mini-LLaVA": "minillava",
     "mini-Qwen3-VL": "miniqwen",
     "mini-InternVL": "miniintern",
+    "mini-Gemma": "minigemma",
 }
 """The yardsticks by their names in the data."""
 
@@ -340,7 +341,7 @@ def as_markdown() -> str:
         figures = (accuracy.get((name, model)) for model in _YARDSTICKS)
         cells = ("-" if figure is None else f"{figure:.1f}" for figure in figures)
         rows.append((name if name == _RESIZED else f"`{name}`", text, *cells))
-    table = Table("", ("state", "what it is", *_YARDSTICKS), rows, "--rrr").markdown()
+    table = Table("", ("state", "what it is", *_YARDSTICKS), rows, "--rrrr").markdown()
     sweep = [f"`{state.name}`" for state in states if state.name.startswith(_SWEEP)]
     transferred = [
         f"`{state.name}`" for state in states if state.name.startswith(f"{SOURCE}-")

@@ -2,9 +2,9 @@
 
 mini-LLaVA answers questions about scenes on a fixed grid of tokens. mini-Qwen3-VL takes pictures of
 any size, so that pruning can be compared with resizing; further training taught it to watch clips.
-mini-InternVL has tiles, and no search may see it, so that it shows what carries over.
-``train_minillava``, ``train_miniqwen``, ``train_clips`` and ``train_miniintern`` made the weights;
-``train_minigemma`` trains mini-Gemma, which has none here yet. ``examples`` draws the held-out
+No search may see mini-InternVL, which has tiles, and mini-Gemma, which pools its tokens, so that
+they show what carries over. ``train_minillava``, ``train_miniqwen``, ``train_clips``,
+``train_miniintern`` and ``train_minigemma`` made the weights. ``examples`` draws the held-out
 questions.
 """
 
@@ -18,15 +18,12 @@ if TYPE_CHECKING:
 
 SEARCHED = ("minillava", "miniqwen")
 """Yardsticks that searches measure candidates on."""
-YARDSTICKS = (*SEARCHED, "miniintern")
+YARDSTICKS = (*SEARCHED, "miniintern", "minigemma")
 """All yardsticks of the accuracy table."""
 
 
 def open_yardstick(name: str, checkpoint: Path | None = None) -> Yardstick:
-    """Open a yardstick with the committed checkpoint, or with another training of its model.
-
-    mini-Gemma (``minigemma``) needs a checkpoint.
-    """
+    """Open a yardstick with the committed checkpoint, or with another training of its model."""
     # Imported here, because importing transformers takes seconds.
     if name == "minillava":
         from benchmarks.yardsticks.minillava import MiniLlava

@@ -31,6 +31,7 @@ from benchmarks.yardsticks.yardstick import (
     Yardstick,
     record_outputs,
 )
+from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.tpdsl.refine import pool_tokens
 from vllm_autoprune.tpdsl.tokens import Grid
 
@@ -60,9 +61,9 @@ class TiledYardstick(Yardstick):
 
     @cached_property
     def network(self) -> Any:
-        """The transformers model, in bfloat16."""
+        """The transformers model, in the dtype in which this machine multiplies fast."""
         return AutoModelForImageTextToText.from_pretrained(
-            self._checkpoint, dtype=torch.bfloat16, attn_implementation="eager"
+            self._checkpoint, dtype=choose_dtype(), attn_implementation="eager"
         ).requires_grad_(False)
 
     @cached_property

@@ -66,7 +66,7 @@ def test_the_page_shows_the_evidence_that_states_carry() -> None:
 def test_evidence_is_what_the_accuracy_table_says_of_the_same_state() -> None:
     state = load_state("cen_divprune")
     rows = policies._read_evidence(state)["rows"]
-    assert [row["budget"] for row in rows] == 3 * ["N/2", "N/4", "N/8", "N/16"]
+    assert [row["budget"] for row in rows] == 4 * ["N/2", "N/4", "N/8", "N/16"]
     found = {(row["model"].partition(" ")[0], row["budget"]): row for row in rows}
     llava = found["mini-LLaVA", "N/8"]
     assert (llava["questions"], llava["accuracy"], llava["resized"]) == (

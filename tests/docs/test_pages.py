@@ -242,15 +242,17 @@ def test_the_default_states_are_the_question_free_policies_that_are_right_most_o
     columns = list(
         zip(
             *re.findall(
-                r"^\| (.+) \| (\d.+) \| (\d.+) \| (\d.+|-) \|$", CHOOSING, re.M
+                r"^\| (.+) \| (\d.+) \| (\d.+) \| (\d.+|-) \| (\d.+|-) \|$",
+                CHOOSING,
+                re.M,
             ),
             strict=True,
         )
     )
     for model, cells, found in zip(
-        ("mini-LLaVA", "mini-Qwen3-VL", "mini-InternVL"),
+        ("mini-LLaVA", "mini-Qwen3-VL", "mini-InternVL", "mini-Gemma"),
         columns[1:],
-        ("minillava", "miniqwen", ""),
+        ("minillava", "miniqwen", "", ""),
         strict=True,
     ):
         of_model = {name: right.get((model, name), 0.0) for name in published}

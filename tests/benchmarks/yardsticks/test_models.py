@@ -24,6 +24,7 @@ from benchmarks.yardsticks.examples import (
     format_prompt,
     weights_digest,
 )
+from benchmarks.yardsticks.minigemma import MiniGemma
 from benchmarks.yardsticks.miniintern import MiniIntern
 from benchmarks.yardsticks.minillava import MiniLlava, _LlamaPrefix
 from benchmarks.yardsticks.miniqwen import MiniQwen
@@ -54,15 +55,12 @@ def page() -> list[Example]:
 
 
 def test_weights_are_those_of_published_figures() -> None:
-    digests = {
-        name: weights_digest(folder)
-        for name, folder in CHECKPOINTS.items()
-        if name != "minigemma"  # it has no trained weights yet
-    }
+    digests = {name: weights_digest(folder) for name, folder in CHECKPOINTS.items()}
     expected = {
         "minillava": "88389577245b",
         "miniqwen": "99d8b3ecb648",
         "miniintern": "bbe2912f26c5",
+        "minigemma": "2cf4c2ea225e",
         "clips": "986c9ae11c58",
     }
     assert digests == expected
@@ -104,6 +102,7 @@ def test_all_tokens_answer_right_and_fewer_do_not(
     (half, _, eighth, _) = MiniQwen.budgets
     assert accuracy(llava, draw_examples("validation", 3), full) >= 0.9
     assert accuracy(MiniIntern(), draw_examples("test", 6, "miniintern"), full) > 0.8
+    assert accuracy(MiniGemma(), draw_examples("test", 6, "minigemma"), full) > 0.8
     examples = draw_examples("test", 16, "miniqwen")
     cases = {
         "full": full,

@@ -72,7 +72,7 @@ _FOLDED = {
 _COMPARED = "N/8"
 """K of the recorded accuracy that `list` has."""
 
-_YARDSTICKS = ("mini-LLaVA", "mini-Qwen3-VL", "mini-InternVL")
+_YARDSTICKS = ("mini-LLaVA", "mini-Qwen3-VL", "mini-InternVL", "mini-Gemma")
 """The models of the recorded accuracy of shipped states."""
 
 
@@ -115,7 +115,7 @@ def _list_states(options: Namespace) -> int:
     print_result(
         options,
         [entry.record for entry in entries],
-        format_table(head, rows, "<<><>>>"),
+        format_table(head, rows, "<<><>>>>"),
         format_paragraphs(texts),
     )
     return 0
