@@ -240,8 +240,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> None:
     parser = _build_parser()
     options = parser.parse_args(arguments)
-    if options.checkpoint and options.write_docs:
-        parser.error("--write-docs is for the committed checkpoints")
+    if options.write_docs and (options.checkpoint or options.against):
+        parser.error("--write-docs takes neither --checkpoint nor --against")
     # The last bits of pictures depend on the number of threads.
     torch.set_num_threads(1)
     rows = list[Row]()
@@ -301,7 +301,7 @@ def _build_parser() -> CommandParser:
     others.add_argument("--against", metavar="METHOD", help=text)
     text = "also write docs/data/exchange.csv; or replace what was measured in accuracy.csv and "
     text += "docs/accuracy.md's tables"
-    others.add_argument("--write-docs", action="store_true", help=text)
+    add("--write-docs", action="store_true", help=text)
     return parser
 
 

@@ -10,15 +10,8 @@ from torch import Tensor
 
 from vllm_autoprune.base_policies.greedy import Sets, greedy_policy
 from vllm_autoprune.ops.greedy import greedy_coverage
-from vllm_autoprune.ops.similarity import (
-    cosines,
-    cosines_between,
-    plain_cosines,
-)
-from vllm_autoprune.tpdsl.base_policy import (
-    Given,
-    PolicyParams,
-)
+from vllm_autoprune.ops.similarity import cosines, cosines_between, plain_cosines
+from vllm_autoprune.tpdsl.base_policy import Given, PolicyParams
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 

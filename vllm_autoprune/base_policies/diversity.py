@@ -15,11 +15,7 @@ from vllm_autoprune.ops.farthest import (
     weighted_farthest_points,
 )
 from vllm_autoprune.ops.farthest_torch import Chosen
-from vllm_autoprune.ops.rowwise import (
-    argmax_within,
-    gather_rows,
-    min_max_normalise,
-)
+from vllm_autoprune.ops.rowwise import argmax_within, gather_rows, min_max_normalise
 from vllm_autoprune.ops.similarity import (
     WeightMap,
     half_cosines,
@@ -30,10 +26,7 @@ from vllm_autoprune.ops.similarity import (
     subtract_mean,
 )
 from vllm_autoprune.tpdsl.atoms.scoring import sharpen
-from vllm_autoprune.tpdsl.base_policy import (
-    Given,
-    PolicyParams,
-)
+from vllm_autoprune.tpdsl.base_policy import Given, PolicyParams
 from vllm_autoprune.tpdsl.tokens import TileScope, VisualTokens
 
 

@@ -15,16 +15,8 @@ from torch import Tensor
 
 from vllm_autoprune.ops.dpp import greedy_map
 from vllm_autoprune.ops.greedy import Conditioned
-from vllm_autoprune.ops.rowwise import (
-    gather_rows,
-    mask_from_indices,
-)
-from vllm_autoprune.tpdsl.base_policy import (
-    Given,
-    P,
-    ReferenceSelection,
-    base_policy,
-)
+from vllm_autoprune.ops.rowwise import gather_rows, mask_from_indices
+from vllm_autoprune.tpdsl.base_policy import Given, P, ReferenceSelection, base_policy
 from vllm_autoprune.tpdsl.tokens import Need, VisualTokens, split_over_tiles
 
 SCOPE = "select within each tile or across all tiles of an image"

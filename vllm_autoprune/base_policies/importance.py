@@ -9,15 +9,8 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_autoprune.base_policies.greedy import SCOPE, Sets, greedy_policy
-from vllm_autoprune.ops.rowwise import (
-    argmax_within,
-    rank_descending,
-    row_offsets,
-)
-from vllm_autoprune.tpdsl.base_policy import (
-    Given,
-    PolicyParams,
-)
+from vllm_autoprune.ops.rowwise import argmax_within, rank_descending, row_offsets
+from vllm_autoprune.tpdsl.base_policy import Given, PolicyParams
 from vllm_autoprune.tpdsl.tokens import TileScope, VisualTokens
 
 

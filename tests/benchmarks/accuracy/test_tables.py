@@ -152,6 +152,17 @@ def test_differences_are_paired_by_question(wrong: str, gain: int) -> None:
     assert read_rows(write_rows(rows)) == rows
 
 
+@pytest.mark.parametrize("refused", ["--checkpoint", "--against"])
+def test_differences_and_other_trainings_are_not_written(
+    refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(yardsticks, "open_yardstick", pytest.fail)
+    with pytest.raises(SystemExit):
+        yardsticks.main(["--write-docs", refused, "norm"])
+    options = yardsticks._build_parser().parse_args(["--write-docs", "--exchange"])
+    assert options.write_docs and options.exchange
+
+
 def test_new_rows_replace_those_about_the_same() -> None:
     yardstick = SampleYardstick("divprune")
     example = Example(0, torch.zeros(3, 2, 2), "1?", "yes", "digit", None, ())

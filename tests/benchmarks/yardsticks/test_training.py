@@ -57,6 +57,21 @@ STEPS: dict[Model, dict[str, float]] = {
 """Loss of the first step of every stage, as with the optimiser that trained what is committed."""
 
 
+def test_products_in_float32_are_those_of_bfloat16() -> None:
+    generator = torch.Generator().manual_seed(0)
+    matrix, factor = torch.randn(2, 24, 24, generator=generator).bfloat16().unbind()
+    exact = matrix.double() @ factor.double()
+    with training._Float32Products():
+        products = (
+            matrix @ factor,
+            torch.addmm(matrix, matrix, factor, beta=2, alpha=-3),
+        )
+    assert products[0].dtype == products[1].dtype == torch.bfloat16
+    expected = exact, 2 * matrix.double() - 3 * exact
+    for product, reference in zip(products, expected, strict=True):
+        torch.testing.assert_close(product.double(), reference, rtol=2**-8, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", STEPS)
 def test_one_seed_gives_one_checkpoint(
     name: Model,
