@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_autoprune.backbones import read_config
 from vllm_autoprune.cli.commands import selftest
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.selftest import device as device_checks
-from vllm_autoprune.selftest.backbones import TINY_MODELS
+from vllm_autoprune.selftest.backbones import TINY_MODELS, write_processor
 from vllm_autoprune.selftest.checks import CHECKS, runners_agree
 from vllm_autoprune.selftest.device import (
     _SelectionResult,
@@ -34,6 +35,7 @@ from vllm_autoprune.selftest.run import (
     available_runners,
     run_backbone,
 )
+from vllm_autoprune.serving.models import require_served
 from vllm_autoprune.tpdsl.base_policy import (
     BASE_POLICIES,
     PolicyParams,
@@ -424,6 +426,15 @@ def test_a_backbone_without_its_package_is_left_out_unless_named(run: Run) -> No
         name for name in TINY_MODELS if name != "smolvlm"
     ]
     assert run("smolvlm", **machine)[0] == 1
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_a_tiny_model_is_read_from_its_file_as_the_backbone_that_it_stands_for(
+    name: str, tmp_path: Path
+) -> None:
+    """Without an engine, which would register vLLM's own configurations first."""
+    config = read_config(str(write_processor(name, tmp_path, {})))
+    assert require_served(config).name == name
 
 
 # ---- on a GPU ----
