@@ -1,4 +1,4 @@
-"""Write the table of models in docs/support.md: checkpoints, N, a state and K, or why not.
+"""Write the table of models in docs/support.md: checkpoints, N, K to start with, or why not.
 
 Run ``python scripts/models_table.py``; ``tests/docs`` compares the page with what it would write.
 """
@@ -36,18 +36,17 @@ def format_models(tokens: Mapping[str, int]) -> str:
             "checkpoints",
             "architecture",
             f"N at {SIDE} x {SIDE}",
-            "start with",
+            "K",
             "videos",
         ),
-        ("---", "---", "--:", "---", "---"),
+        ("---", "---", "--:", "--:", "---"),
     ]
     for architecture, backbone in BACKBONES.items():
         count = tokens[backbone.name]
         kept = BudgetCall.parse(backbone.budget).tokens_kept(count)
         ids = _as_code(CHECKPOINTS[architecture])
-        start = f"`{backbone.state}`, {kept}"
         videos = "pruned" if backbone.videos else "-"
-        served.append((ids, f"`{architecture}`", f"{count}", start, videos))
+        served.append((ids, f"`{architecture}`", f"{count}", f"{kept}", videos))
     refused = [("not served: checkpoints (architecture)", "why"), ("---", "---")]
     for row in REFUSALS:
         pairs = [

@@ -36,16 +36,15 @@ def tabulate_accuracy(
 ) -> str:
     """Table of all cases except variants that are compared with another case of the same state.
 
-    States that a search found are in bold. A cell has per cent right, then points above resizing ±
-    the longer side of the interval.
+    States that a search found are in bold, and those that read the question have an asterisk. A
+    cell has per cent right, then points above resizing ± the longer side of the interval.
     """
-    full = rows[0]
+    full = next(row for row in rows if row.name == "full")
     images = f"{full.images} images of the {split} split"
     accuracy = format_estimate(full.accuracy, between=" to ").replace(" (", " % (")
     cells: dict[str, dict[str, str]] = {}
-    for row in rows[1:]:
-        if row.category is None and "@" not in row.name:
-            reads = {True: "read", False: "-", None: ""}[row.reads_question]
+    for row in rows:
+        if row is not full and row.category is None and "@" not in row.name:
             figure = f"{row.accuracy.value:.1f}"
             if more := row.less_resized:
                 width = max(more.high - more.value, more.value - more.low)
@@ -53,16 +52,17 @@ def tabulate_accuracy(
             label = (
                 f"**{row.name}**" if row.name == yardstick.search_result else row.name
             )
-            method = cells.setdefault(row.name, {"method": label, "question": reads})
-            method[row.budget] = figure
-    columns = ("method", "question", *(budget.label for budget in yardstick.budgets))
+            if row.reads_question:
+                label += r"\*"
+            cells.setdefault(row.name, {"method": label})[row.budget] = figure
+    columns = ("method", *(budget.label for budget in yardstick.budgets))
     table = [
         [method.get(column, "-") for column in columns] for method in cells.values()
     ]
     return (
         f"### {yardstick.name}\n\n{yardstick.model}; {full.questions} questions about {images}. "
         f"With all tokens ({full.tokens:.1f} on average) {accuracy} are right.\n\n"
-        f"{Table('', columns, table, '--rrrr').markdown()}\n"
+        f"{Table('', columns, table, '-rrrr').markdown()}\n"
     )
 
 

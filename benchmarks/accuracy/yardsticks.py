@@ -325,7 +325,8 @@ def _write_docs(rows: Sequence[Row], *, keep: bool) -> None:
 def build_parts(rows: Sequence[Row]) -> dict[str, str]:
     """The tables of accuracy.md, by name, from all rows of its data.
 
-    They have methods in the order in which they are measured all together.
+    They have methods in the order in which they are measured all together. Positions are compared
+    by kind of question on the first model with one axis alone.
     """
     names = ("full", *_CONTROLS, *dict.fromkeys((*BASE_POLICIES, *_STATES)))
     order = {name: number for number, name in enumerate(names)}
@@ -335,15 +336,11 @@ def build_parts(rows: Sequence[Row]) -> dict[str, str]:
         for yardstick in map(open_yardstick, YARDSTICKS)
     }
     accuracy = [tables.tabulate_accuracy(*part) for part in by_yardstick.items()]
-    positions = [
-        tables.tabulate_positions(*part)
-        for part in by_yardstick.items()
-        if part[0].has_one_axis
-    ]
+    one_axis = next(part for part in by_yardstick.items() if part[0].has_one_axis)
     return {
         "transfer": tables.tabulate_transfer(by_yardstick),
         "yardsticks": "\n".join(accuracy),
-        "positions": "\n".join(positions),
+        "positions": tables.tabulate_positions(*one_axis),
     }
 
 

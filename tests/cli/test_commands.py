@@ -1,6 +1,6 @@
 """Commands that need no server: their help, text, JSON and refusals, and the page about them.
 
-Mistakes and their answers are those of docs/faq.md, typed by ``tests/docs``.
+Mistakes and their answers are typed by ``tests/docs``.
 """
 
 from __future__ import annotations

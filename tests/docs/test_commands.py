@@ -28,6 +28,7 @@ from tests.example_commands import flags_of, require_valid
 from tests.fake_server import Reply, fake_server
 from tests.serving.unit.bounded_server import resolve, server
 from tests.serving.unit.configurations import refusal
+from tests.tables import parametrize_from_file
 from vllm_autoprune.cli.main import main, parser
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.serving.api.request import PruningRequest
@@ -120,61 +121,57 @@ def test_long_commands_of_a_page_succeed_in_order(page: str, folder: Path) -> No
 
 # ---- docs/faq.md: each mistake is answered in one line that says what to do ----
 
-SYMPTOMS, _, ANSWERS = (
-    (ROOT / "docs/faq.md").read_text(encoding="utf-8").partition("\n## Answers")
-)
-MISTAKES = re.findall(r"^\| (`.+?) \| (.+) \|$", ANSWERS, re.MULTILINE)
 
-
-def test_mistakes_are_of_commands_flags_and_fields() -> None:
-    for prefix in ("`vllm-autoprune ", "`vllm serve ", '`"autoprune"'):
-        assert sum(mistake.startswith(prefix) for mistake, _ in MISTAKES) >= 5
-
-
-@pytest.mark.parametrize(("mistake", "answer"), MISTAKES)
+@parametrize_from_file("mistake", "answer", "allowed")
 def test_each_mistake_is_answered_in_one_line_that_says_what_to_do(
-    mistake: str, answer: str, capsys: pytest.CaptureFixture[str]
+    mistake: str, answer: str, allowed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
 
-    def answer_to(mistake: str, capsys: pytest.CaptureFixture[str]) -> str:
+    def answer_to(mistake: str) -> str:
         """What the command prints to stderr, or a server's problem with flags or fields."""
-        text, _, level = mistake.removeprefix("`").partition("`")
-        if text.startswith("vllm-autoprune "):
+        if mistake.startswith("vllm-autoprune "):
             try:
-                status: object = main(shlex.split(text)[1:])
+                status: object = main(shlex.split(mistake)[1:])
             except SystemExit as ended:
                 status = ended.code
             answer = capsys.readouterr().err.strip()
             assert status == (2 if re.search("no command|--help$", answer) else 1)
             return answer
-        if text.startswith("vllm serve "):
-            (problem,) = refusal(flags_of(text.split()))
+        if mistake.startswith("vllm serve "):
+            (problem,) = refusal(flags_of(mistake.split()))
             return str(problem)
         with pytest.raises(AutopruneError) as caught:
-            send(text, level)
+            send(mistake)
         (problem,) = caught.value.problems
         return str(problem)
 
-    def send(text: str, level: str) -> None:
+    def send(text: str) -> None:
         """Resolve a field of a request, as JSON, about an image of 576 tokens."""
         if text.startswith("extra_body="):
             refuse_misplaced(json.loads(text.removeprefix("extra_body=")), {})
         ((name, fields),) = json.loads(f"{{{text}}}").items()
         if name == "mm_processor_kwargs":
             refuse_misplaced({}, fields)
-        resolve(fields, 576, on=server("budget" if "`budget`" in level else "states"))
+        resolve(fields, 576, on=server(allowed))
 
-    assert answer_to(mistake, capsys) == answer
+    assert answer_to(mistake) == answer
     assert any(word in answer for word in (" -> ", "did you mean", "--help"))
+
+
+def test_the_mistake_on_the_page_has_its_answer(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["show", "visionzipp"]) == 1
+    page = (ROOT / "docs/faq.md").read_text(encoding="utf-8")
+    assert f"> {capsys.readouterr().err.strip()}\n" in page
 
 
 def test_messages_among_the_symptoms_are_what_programs_print() -> None:
     printed_by = (argparse.__file__, chat_utils.__file__)
     files = [*(ROOT / "vllm_autoprune").rglob("*.py"), *map(Path, printed_by)]
     sources = "".join(path.read_text(encoding="utf-8") for path in files)
-    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", SYMPTOMS, re.MULTILINE)[
-        2:
-    ]
+    page = (ROOT / "docs/faq.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", page, re.MULTILINE)[2:]
     assert len(rows) > 20
     said = [
         text
