@@ -116,6 +116,12 @@ def test_states_share_a_core_whatever_its_share_and_what_the_rest_of_them_is() -
     ]
     assert len({half, before, *free, core_digest({"share": 0.5, "cover": 0.5})}) == 5
     assert (state().core_digest, state(IN).core_digest) == ("", "")
+    # Without a core, that of a base policy with a form that reads no question.
+    for policy in ("divprune", "mmtok"):
+        by_policy = state({"/base_policy": {"name": policy}})
+        same = {"share": 1.0, "policy": {"name": policy}}
+        assert by_policy.core is None
+        assert by_policy.core_digest == core_digest(same)
     assert '"core"' not in state().dumps() and '"rank_at"' not in state().dumps()
     assert '"shares"' not in state().dumps()
 

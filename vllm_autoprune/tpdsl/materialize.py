@@ -175,12 +175,10 @@ def _find_range(state: PruningState, budget: int | BudgetCall) -> tuple[int, int
 
 def _count_core(state: PruningState, core: int | None, budget: int) -> int:
     """Number of core tokens at K = ``budget``: ``core``, or by the state's own share if None."""
-    if state.core is None:
-        if core:
-            raise _no_core(state)
-        return 0
     if core is None:
-        return state.core.tokens(budget)
+        return 0 if state.core is None else state.core.tokens(budget)
+    if core and state.possible_core is None:
+        raise _no_core(state)
     if not 0 <= core <= budget:
         what = f"{core} core tokens of K = {budget}"
         raise BudgetError.of("/core", what, f"use 0 to {budget}", subject="core")
@@ -189,11 +187,12 @@ def _count_core(state: PruningState, core: int | None, budget: int) -> int:
 
 def _keep_core(state: PruningState, core_tokens: int) -> PruningPolicy:
     """The policy that selects only the core, of ``core_tokens`` = K_c tokens."""
-    if state.core is None:
+    core = state.possible_core
+    if core is None:
         raise _no_core(state)
-    core_state = _core_state(state.core, state.rank_at, state.shares, state.frames)
+    core_state = _core_state(core, state.rank_at, state.shares, state.frames)
     return PruningPolicy(
-        core_state, core_tokens, quota=0, r_min=core_tokens, cover=state.core.cover
+        core_state, core_tokens, quota=0, r_min=core_tokens, cover=core.cover
     )
 
 

@@ -72,11 +72,12 @@ def give_core(policy: PruningPolicy, tokens: VisualTokens, core: Tensor) -> Give
     Tokens that are merged into the core are closed to the delta, unless that leaves it too few. The
     core must not depend on K, so they stay merged into it even where the delta keeps them too.
     """
-    assert policy.state.core is not None
+    of_state = policy.state.possible_core
+    assert of_state is not None
     tokens = policy.state.ranked(tokens)
     tiles = tokens.grid.tiles
     per_tile = tokens.grid.per_tile
-    count = int(policy.state.core.cover * per_tile)
+    count = int(of_state.cover * per_tile)
     covered = _most_similar(tokens, core, count)
     delta = policy.budget - policy.core
     # The core covers `count` tokens in each tile, or all core tokens in it if there are more.

@@ -283,18 +283,32 @@ class PruningState(StatePart):
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     @cached_property
+    def possible_core(self) -> Core | None:
+        """The core, or of a state without one what its base policy chooses without the question.
+
+        None if that policy has no form without the question.
+        """
+        policy = BASE_POLICIES[self.base_policy.name]
+        if self.core is not None or policy.core is None:
+            return self.core
+        params = policy.question_free_params(self.base_policy.params)
+        call = {"name": policy.name, "params": params.model_dump(mode="json")}
+        return Core.model_validate({"share": 1.0, "policy": call})
+
+    @cached_property
     def core_digest(self) -> str:
-        """SHA-256 of all fields that select the core and make its rows; empty without a core."""
-        if self.core is None:
+        """SHA-256 of all that selects :attr:`possible_core` and makes its rows; empty for none."""
+        core = self.possible_core
+        if core is None:
             return ""
         if (self.rank_at, self.shares, self.frames) == ("merger_out", "equal", None):
-            return self.core.digest
+            return core.digest
         context = (
             self.rank_at if self.shares == "equal" else f"{self.rank_at} {self.shares}"
         )
         if self.frames is not None:
             context += f" {self.frames.model_dump_json(exclude={'tokens'})}"
-        return hashlib.sha256(f"{context} {self.core.digest}".encode()).hexdigest()
+        return hashlib.sha256(f"{context} {core.digest}".encode()).hexdigest()
 
     def ranked(self, tokens: VisualTokens) -> VisualTokens:
         """The tokens by which this state scores and compares them, before or after the merger."""
@@ -309,7 +323,7 @@ class PruningState(StatePart):
     ) -> PruningState:
         """Copy with updated fields, as in pydantic; the cached digests are not copied."""
         copied = super().model_copy(update=update, deep=deep)
-        for name in ("digest", "core_digest"):
+        for name in ("digest", "possible_core", "core_digest"):
             copied.__dict__.pop(name, None)
         return copied
 
