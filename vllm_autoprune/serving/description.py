@@ -67,6 +67,7 @@ def describe(served: ServedState) -> dict[str, JsonValue]:
         },
         "detail": detail or None,
         "recall": rules.recall,
+        "history": None if rules.history is None else str(rules.history),
         "request_budget": rules.total,
         "evidence": state.provenance.model_dump(mode="json"),
     }

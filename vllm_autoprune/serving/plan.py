@@ -200,6 +200,13 @@ class ItemPlan:
         earlier = (*self.earlier, Choice(budget_before, *self.read))
         return replace(self, budget=budget, part="recall", earlier=earlier).ask()
 
+    @property
+    def unpruned(self) -> ItemPlan:
+        """The plan of an item that is as in stock vLLM, without what chooses tokens."""
+        return ItemPlan(
+            self.budget, NO_KEY, keep=self.keep, tokens=self.tokens, frames=self.frames
+        )
+
     def ask(self, instruction: Ids = (), language: Ids = ()) -> ItemPlan:
         """The plan with its question replaced."""
         return replace(self, instruction=instruction, language=language)
@@ -261,7 +268,7 @@ def _find_contradiction(plan: ItemPlan) -> str:
         "whole": range(1),
         "core": range(plan.budget, plan.budget + 1),
         "delta": range(1, MAX_BUDGET + 1),
-        "recall": range(plan.earlier[0].budget if plan.earlier else 1),
+        "recall": range(plan.earlier[0].budget + 1 if plan.earlier else 1),
     }
     if plan.core not in cores[plan.part]:
         return f"has K_c = {plan.core}"

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
+from vllm_autoprune.serving.history import History
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET, BudgetCall
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST
 
@@ -53,8 +54,8 @@ class RequestRules:
     bounds the predicted milliseconds of a request's state (:mod:`vllm_autoprune.tpdsl.cost`).
     ``detail`` has the budgets that any request may choose by ``image_url.detail``, at every level.
     ``recall`` is the number of tokens that later turns of a conversation recall if their request
-    does not set it. ``total`` bounds what all images and videos of a request keep, without recalls;
-    None is no bound.
+    does not set it, and ``history`` says which images keep their core alone. ``total`` bounds what
+    all images and videos of a request keep, without recalls; None is no bound.
     """
 
     level: Level = "budget"
@@ -64,6 +65,7 @@ class RequestRules:
     cost: float = DEFAULT_COST
     detail: DetailBudgets = field(default_factory=DetailBudgets)
     recall: int = 0
+    history: History | None = None
     total: int | None = None
 
     def allows(self, level: Level) -> bool:

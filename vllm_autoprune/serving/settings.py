@@ -30,6 +30,7 @@ from vllm_autoprune.errors import (
     StateError,
 )
 from vllm_autoprune.flags import name_flag
+from vllm_autoprune.serving.history import NO_CORE_FIX, History
 from vllm_autoprune.serving.request_rules import (
     DEFAULT_RULES,
     LEVELS,
@@ -48,6 +49,7 @@ from vllm_autoprune.tpdsl.tokens import POSITIONS, Positions
 
 CELLS_FLAG = "--autoprune-cells"
 DETAIL_FLAG = "--autoprune-detail"
+HISTORY_FLAG = "--autoprune-history"
 _STATE_FLAG = "--autoprune-state"
 VIDEO_BUDGET_FLAG = "--autoprune-video-budget"
 POSITIONS_FLAG = "--autoprune-positions"
@@ -172,6 +174,12 @@ class Settings(BaseModel):
         "Default: 0.",
         0,
         ge=0,
+    )
+    history: History | None = _flag(
+        "M[:CORE][,every=E]",
+        "Only the newest M images of a conversation keep K tokens; older ones keep their core "
+        "alone, of so many tokens or such a share of K (default: the state's own core), and are "
+        "retired E at a time (default: 1). Default: all keep K.",
     )
     request_budget: int | None = _flag(
         "K",
@@ -321,6 +329,19 @@ class Settings(BaseModel):
             _check_budget(f"{DETAIL_FLAG} {level}", budget, info)
         return detail
 
+    @field_validator("history", mode="plain")
+    @classmethod
+    def read_history(cls, value: object, info: ValidationInfo) -> History | None:
+        """The rule for older images, whose core the state can keep."""
+        if value is None:
+            return None
+        history = History.parse(value, HISTORY_FLAG)
+        if "state" in info.data and not history.has_core(info.data["state"]):
+            what = f"state {info.data['state'].name!r} has no core"
+            raise _InvalidSetting.of(HISTORY_FLAG, what, NO_CORE_FIX)
+        _check_budget(HISTORY_FLAG, history.core, info)
+        return history
+
     @field_validator("recall")
     @classmethod
     def check_recall(cls, recall: int, info: ValidationInfo) -> int:
@@ -351,6 +372,7 @@ class Settings(BaseModel):
             cost=self.request_cost,
             detail=self.detail,
             recall=self.recall,
+            history=self.history,
             total=self.request_budget,
         )
 

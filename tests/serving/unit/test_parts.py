@@ -62,6 +62,20 @@ def test_regions_share_core_and_delta_like_their_budget() -> None:
     ]
 
 
+@pytest.mark.parametrize("base", ["divprune", "cdpruner"])
+def test_a_delta_of_all_other_tokens_has_them_in_raster_order(base: str) -> None:
+    """Also of a state without a core whose base policy reads no question."""
+    state = served({"/base_policy": {"name": base}})
+    if base == "cdpruner":
+        state = with_core()
+    delta = plan(N - CORE, 1, (), part="delta", core=CORE)
+    rows = prune([core_plan(), delta], [FIRST] * 2, state)
+    core, others = (rows_of(FIRST, part) for part in rows)
+    assert others == sorted({*range(N)} - {*core})
+    (alone,) = prune([delta], [FIRST], state)
+    assert rows_of(FIRST, alone) == others
+
+
 # ---- recalls ----
 
 

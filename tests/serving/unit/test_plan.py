@@ -196,7 +196,7 @@ def test_any_record_is_decoded_as_what_it_says_or_refused() -> None:
         (plan(part="core").encode(), "K_c = 0"),
         (plan(core=4).encode(), "K_c = 4"),
         (plan(part="recall").encode(), "0 earlier choices"),
-        (recall(core=8).encode(), "K_c = 8"),
+        (recall(core=9).encode(), "K_c = 9"),
         (recall(before=65_530).encode(), "K = 65542"),
         (replace(recall(), part="whole").encode(), "2 earlier choices"),
         (plan(budget=65_537, tokens=65_536).encode(), "K = 65537"),

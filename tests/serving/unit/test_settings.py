@@ -20,6 +20,7 @@ from vllm_autoprune import ConfigError, load_state, materialize
 from vllm_autoprune.serving import plugin
 from vllm_autoprune.serving.description import describe as describe_server
 from vllm_autoprune.serving.flags import MIDDLEWARE
+from vllm_autoprune.serving.history import History
 from vllm_autoprune.serving.request_rules import LEVELS, DetailBudgets, RequestRules
 from vllm_autoprune.serving.served_state import ServedState
 from vllm_autoprune.serving.settings import SETTINGS_KEY, Settings
@@ -73,6 +74,16 @@ def test_bounds_of_requests_are_read_from_text_and_numbers() -> None:
     assert resolve(request_budget="2048").rules.total == 2048
     for recall in (8, "8"):
         assert resolve(recall=recall, requests="budget:1-8").rules.recall == 8
+
+
+@pytest.mark.parametrize("rule", ["2:1/8", "1:12.5%:8-64,every=4", "3:128"])
+def test_a_rule_for_older_images_reaches_every_process(rule: str) -> None:
+    server = pickle.loads(pickle.dumps(resolve(history=f" {rule} ")))
+    described = str(describe_server(server)["history"])
+    assert History.parse(described, "") == server.rules.history
+    assert described.partition(":")[0] == rule[0]
+    with_core = edited(sample(), {"/core": {"share": 0.5}})
+    assert str(resolve(state=with_core, history=2).rules.history) == "2"
 
 
 @pytest.mark.parametrize("requests", [None, "none", "budget:32-64"], ids=repr)
@@ -135,6 +146,7 @@ INVALID: dict[str, tuple[object, ...]] = {
         3,
     ),
     "recall": ("x", -1, 1.5, 65537, True),
+    "history": ("x", 0, 1.5, True, "1:", "1:0", "1:9/8", "1,every=0", "1;every=2"),
     "detail": (
         "auto=64",
         64,
@@ -183,6 +195,12 @@ ABOVE = "low = 65 keeps up to 65 tokens, and --autoprune-requests allows 64 at m
             ({**STATE, name: value}, f"--autoprune-{name.replace('_', '-')}", "")
             for name, values in INVALID.items()
             for value in values
+        ),
+        ({**STATE, "history": 2}, "--autoprune-history", "'autoprune' has no core"),
+        (
+            {"state": LIMITED, "history": "1:64"},
+            "--autoprune-history#/budget/limit",
+            "",
         ),
         ({**TO_64, "recall": 65}, "--autoprune-recall", "allows 64 at most"),
         ({**STATE, "detail": "low=8,low=4"}, "--autoprune-detail", "one budget"),

@@ -7,11 +7,12 @@ vLLM answers by 400.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from vllm_autoprune.errors import Refusal, RequestError
 from vllm_autoprune.serving.api.placeholders import TokenCount
 from vllm_autoprune.serving.api.request import PruningRequest, split_shared_budget
+from vllm_autoprune.serving.history import NO_CORE_FIX, History
 from vllm_autoprune.serving.plan import ENTRY, NO_KEY, ItemPlan
 from vllm_autoprune.serving.plan_rules import find_cost_problem
 from vllm_autoprune.serving.request_rules import REQUESTS_FLAG, Level, RequestRules
@@ -27,7 +28,15 @@ _MAX_COMPARED = 1 << 14
 gigabyte of float32. Policies that rank tokens by a score alone, as those for videos do, compare
 only tokens of neighbouring frames."""
 
-_PRUNING = ("budget", "video_budget", "state", "keep", "cells", "positions")
+_PRUNING = (
+    "budget",
+    "video_budget",
+    "state",
+    "keep",
+    "cells",
+    "positions",
+    "history",
+)
 """Fields of a request that say how it is pruned."""
 
 _SETTINGS = (
@@ -38,6 +47,7 @@ _SETTINGS = (
     "keep",
     "enabled",
     "recall",
+    "history",
     "state",
 )
 """Fields of a request that need a permission."""
@@ -98,6 +108,23 @@ class RequestBudgets:
         return self.served.state if self.state is None else self.state
 
     @property
+    def history(self) -> History | None:
+        """Which images keep their core alone; None if all keep K.
+
+        Raises :class:`RequestError` if the number of their core's tokens is not known.
+        """
+        history = self.served.rules.history
+        if self.request.history is not None:
+            history = None if self.request.history == "none" else self.request.history
+        if history is None or not self.request.enabled:
+            return None
+        if not history.has_core(self.chosen_state):
+            where = f"{ENTRY}/history"
+            what = f"state {self.chosen_state.name!r} has no core"
+            raise RequestError.of(where, what, NO_CORE_FIX, kind=Refusal.UNSUPPORTED)
+        return history
+
+    @property
     def prunes_videos(self) -> bool:
         """Whether videos are pruned; if not, they stay as in stock vLLM.
 
@@ -121,7 +148,8 @@ class RequestBudgets:
     ) -> list[ItemPlan]:
         """Plans of the images, which together keep at most ``limit`` tokens.
 
-        K is resolved from an image's N tokens, and lowered to the M encoded tokens if M is less.
+        K is resolved from an image's N tokens, and lowered to the M encoded tokens if M is less. A
+        retired image keeps K_c.
         """
         request = self.request
         if not request.enabled:
@@ -184,11 +212,17 @@ class RequestBudgets:
 
         ``field`` is the request field that sets all budgets, or empty if none does.
         """
+        history = self.history
         plans = []
-        for count, (budget, by_field) in zip(counts, budgets, strict=True):
+        for i, (count, (budget, by_field)) in enumerate(
+            zip(counts, budgets, strict=True)
+        ):
             resolved = self._resolve(count, budget)
             if by_field:
                 self._check_range(count, resolved, by_field)
+            if history and not count.frames and i < history.count_retired(len(counts)):
+                kept = min(resolved, count.encoded)
+                resolved = history.count_core(self.chosen_state, kept)
             plans.append(self._make_plan(count, resolved))
             if not count.frames:
                 self.served.find_needs(plans[-1])
@@ -247,13 +281,17 @@ class RequestBudgets:
     def _make_plan(self, count: TokenCount, budget: int) -> ItemPlan:
         """Plan of an item that keeps K of its tokens, or all if it has no more than K."""
         tokens = count.encoded
-        keep = self.request.keep
-        plan = ItemPlan(tokens, NO_KEY, keep=keep, tokens=tokens, frames=count.frames)
-        if budget >= tokens:
-            return plan
-        state = b"" if self.state is None else encode_state(self.state)
-        positions = self.served.positions_of(self.chosen_state, self.request.positions)
-        return replace(plan, budget=budget, state=state, positions=positions)
+        return ItemPlan(
+            min(budget, tokens),
+            NO_KEY,
+            keep=self.request.keep,
+            state=b"" if self.state is None else encode_state(self.state),
+            tokens=tokens,
+            frames=count.frames,
+            positions=self.served.positions_of(
+                self.chosen_state, self.request.positions
+            ),
+        )
 
 
 def check_unpruned(

@@ -27,14 +27,15 @@ HEADERS = {
     f"{_PREFIX}-budget": 'a budget, such as "64" or "1/8"',
     f"{_PREFIX}-cells": '"flat", "predicted" or "none"',
     f"{_PREFIX}-enabled": '"true" or "false"',
+    f"{_PREFIX}-history": 'a rule such as "2:1/8", or "none"',
     f"{_PREFIX}-positions": f"one of {', '.join(POSITIONS)}",
     f"{_PREFIX}-state": "the name of a shipped state",
     f"{_PREFIX}-video-budget": 'a budget, such as "tokens_per_frame:16" or "1/8"',
 }
 """The headers, each named like its field of the entry, and their values in words."""
 
-_NAMES = frozenset({"cells", "positions", "state"})
-"""Fields whose header holds a name; the headers of other fields hold JSON, or a budget as text."""
+_NAMES = frozenset({"cells", "history", "positions", "state"})
+"""Fields whose header holds a text; the headers of other fields hold JSON, or a budget as text."""
 
 Headers = Sequence[tuple[str, str]]
 """Headers with the plugin's names, or similar names, as sent."""

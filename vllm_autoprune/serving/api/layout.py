@@ -23,6 +23,7 @@ from vllm_autoprune.tpdsl.state import PruningState
 if TYPE_CHECKING:
     from vllm.multimodal.processing import BaseProcessingInfo, ProcessorInputs
 
+    from vllm_autoprune.serving.api.budgets import RequestBudgets
     from vllm_autoprune.serving.api.media import Media
 
 
@@ -82,14 +83,16 @@ def split_slots(
             new_ids += ids[done : starts[i] + 1]
             done = starts[i] + 1
             slot = slots[i]
-            core = slots[i].core
+            core = slot.core if slot.part == "whole" else 0
             if i == members[-1] and core:
                 core = align_core(position, slot.budget, core, block)
             if core:
                 new_slots.append(Slot(slot.image, core, "core", core))
                 deltas.append(Slot(slot.image, slot.budget - core, "delta", core))
             else:
-                new_slots.append(replace(slot, core=0))
+                new_slots.append(
+                    replace(slot, core=0) if slot.part == "whole" else slot
+                )
             position += core or slot.budget
         new_ids += [image_token] * len(deltas)
         new_slots += deltas
@@ -248,6 +251,8 @@ class PromptLayout:
         prompt, slots = self._add_recalls(inputs.prompt, images, plans)
         if set(inputs.mm_data_items) != {"image"}:
             return prompt, slots
+        if images.budgets.history is not None:
+            return self._retire(prompt, slots, images.budgets, plans)
         cores = [
             self.served.policy_for_plan(plan).core if reads_it else 0
             for plan, reads_it in zip(plans, reads, strict=True)
@@ -303,15 +308,9 @@ class PromptLayout:
         config: Any = get_attachment(self.info.ctx.model_config, KV_CACHE)
         if not config or not config.enable_prefix_caching or not config.block_size:
             return prompt, slots
-        token = self.token
-        positions = [i for i, token_id in enumerate(prompt) if token_id == token]
-        if self.placeholders.unsplittable or len(positions) != len(slots):
+        starts = self._find_images(prompt, slots)
+        if starts is None:
             return prompt, slots
-        starts = [
-            position
-            for position, slot in zip(positions, slots, strict=True)
-            if slot.part != "recall"
-        ]
         turns = images.budgets.request.turns
         if turns is not None and len(turns) != len(cores):
             turns = None  # the images were not found in the messages
@@ -324,8 +323,55 @@ class PromptLayout:
             if turn is not None:
                 slot = replace(slot, core=cores[slot.image], turn=turn)
             slots_with_cores.append(slot)
-        divided = split_slots(prompt, token, slots_with_cores, config.block_size)
+        divided = split_slots(prompt, self.token, slots_with_cores, config.block_size)
         return divided or (prompt, slots)
+
+    def _retire(
+        self,
+        prompt: Sequence[int],
+        slots: list[Slot],
+        budgets: RequestBudgets,
+        plans: Sequence[ItemPlan],
+    ) -> tuple[Sequence[int], list[Slot]]:
+        """The prompt and its items in history mode: cores of retired images, the others split.
+
+        A core has exactly K_c tokens, whatever the blocks: its tokens must not depend on where it
+        stands. Neighbouring images have their cores first, so that they can be retired together.
+        """
+        history = budgets.history
+        state = budgets.chosen_state
+        starts = self._find_images(prompt, slots)
+        is_split = plans[0].runs_policy and state.possible_core is not None
+        if history is None or starts is None or not is_split:
+            return prompt, slots
+        retired = history.count_retired(len(plans))
+        groups: list[int] = []
+        for i, text in enumerate(self._read_text_before(prompt, starts)):
+            groups.append(i if text.strip() or i == 0 else groups[-1])
+        divided = []
+        for slot in slots:
+            core = slot.budget
+            if slot.part == "whole" and slot.image >= retired:
+                core = history.count_core(state, slot.budget)
+            if core < slot.budget:
+                slot = replace(slot, core=core, turn=groups[slot.image])
+            elif slot.part == "whole" and not plans[slot.image].keeps_all:
+                slot = Slot(slot.image, core, "core", core)
+            divided.append(slot)
+        return split_slots(prompt, self.token, divided, 1) or (prompt, slots)
+
+    def _find_images(
+        self, prompt: Sequence[int], slots: Sequence[Slot]
+    ) -> list[int] | None:
+        """Positions of the images, without recalls; None if images cannot be split here."""
+        positions = [i for i, token in enumerate(prompt) if token == self.token]
+        if self.placeholders.unsplittable or len(positions) != len(slots):
+            return None
+        return [
+            position
+            for position, slot in zip(positions, slots, strict=True)
+            if slot.part != "recall"
+        ]
 
     def _read_text_before(
         self, prompt: Sequence[int], positions: Sequence[int]

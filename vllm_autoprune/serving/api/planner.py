@@ -265,7 +265,7 @@ class RequestPlanner:
             item = videos.plan_item(i, plan, reads[i])
             if plan.keeps_all:
                 identity = make_identity("clip", videos.content(i))
-                item = replace(item, identity=identity)
+                item = replace(item, plan=plan.unpruned, identity=identity)
             items.append(item)
         return items
 
@@ -349,12 +349,13 @@ class RequestPlanner:
     def _ask(self, media: Media, plans: Sequence[ItemPlan]) -> list[ItemPlan]:
         """The plans with their questions, and with keys where features are cached.
 
-        Features are cached for images and videos whose tokens are chosen.
+        Features are cached for images and videos of which a policy chooses tokens, or would if they
+        had more than K.
         """
         asked_plans = []
         for i, plan in enumerate(plans):
             plan = media.ask(plan, media.texts[i])
-            if not plan.keeps_all:
+            if plan.runs_policy or not plan.keeps_all:
                 seed = ""
                 if plan.keep == "random":
                     seed = hash_pixels(media.items.get(i), media.modality)
@@ -388,9 +389,10 @@ class RequestPlanner:
                     "recall", item.identity, slot.budget, plan.read
                 )
                 item = replace(item, plan=plan, identity=identity)
-            elif plan.keeps_all and sizes[i] is None:
+            elif slot.part == "whole" and plan.keeps_all and sizes[i] is None:
                 # The image is then the same as in stock vLLM, including its cache entries.
-                item = PlannedItem(i, plan, images.digests[i], images.digests[i])
+                digest = images.digests[i]
+                item = PlannedItem(i, plan.unpruned, digest, digest)
             else:
                 if slot.part != "whole":
                     core, delta = plan.split(slot.core)

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from vllm_autoprune.errors import AutopruneError, Problem, RequestError
+from vllm_autoprune.serving.history import HISTORY_FIX, History
 from vllm_autoprune.serving.plan import ENTRY, KWARGS, REQUEST_FIELD, Chooser
 from vllm_autoprune.serving.request_rules import Detail
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET, BudgetCall
@@ -92,6 +93,7 @@ _FIX = {
     "details": 'give a list of "low", "high" or null, one an image',
     "turns": "give a list of numbers from 0 on, one an image; null where no question follows it",
     "recall": "give a number of tokens, 0 for none",
+    "history": f'{HISTORY_FIX}, or "none"',
     "recall_turns": 'give a list of {"images": images before the turn, "text": its text}',
 }
 _KNOWN = f"use: {', '.join(_FIX)}"
@@ -110,6 +112,7 @@ class PruningRequest(BaseModel):
     ``keep``: the state, or a control: ``"reference"`` (its base policy alone), ``"random"`` or
     ``"resized"`` (the resize control).
     ``recall``: number of tokens of the earlier images that each later turn without an image gets.
+    ``history``: which images keep their core alone, or ``"none"``.
     ``instructions``: one text per image, and ``video_instructions``: one per video. ``details``:
     one level per image. ``turns``: one number per image, which is the same for neighbouring images
     that one question follows, and None for an image without a question after it.
@@ -135,6 +138,7 @@ class PruningRequest(BaseModel):
     turns: list[Annotated[int, Field(ge=0)] | None] | None = None
     recall: int | None = Field(default=None, ge=0, le=MAX_BUDGET)
     recall_turns: list[RecallTurn] | None = None
+    history: History | Literal["none"] | None = None
 
     # Plain validators, because a union would report one error for each form that a value lacks.
 
@@ -172,6 +176,15 @@ class PruningRequest(BaseModel):
             return value
         with _explaining("cells"):
             return Cells.parse(value, f"{ENTRY}/cells")
+
+    @field_validator("history", mode="plain")
+    @classmethod
+    def parse_history(cls, value: object) -> object:
+        """A rule for older images."""
+        if value is None or value == "none":
+            return value
+        with _explaining("history"):
+            return History.parse(value, f"{ENTRY}/history")
 
     @classmethod
     def parse(cls, entry: object) -> PruningRequest:

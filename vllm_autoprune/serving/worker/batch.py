@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.errors import SelectionError
-from vllm_autoprune.ops.rowwise import upload
+from vllm_autoprune.ops.rowwise import indices_from_mask, mask_from_indices, upload
 from vllm_autoprune.serving.compat.worker import leaves_ranks_apart, world_size
 from vllm_autoprune.serving.plan import NO_KEY, Choice, Ids, ItemPlan, plan_error
 from vllm_autoprune.serving.served_state import ServedState
@@ -36,7 +36,7 @@ from vllm_autoprune.serving.worker.selection import (
 from vllm_autoprune.tpdsl.base_policy import Given, RefinedTokens
 from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.prefix import LanguagePrefix
-from vllm_autoprune.tpdsl.refine import give_core, pool_tokens
+from vllm_autoprune.tpdsl.refine import give_core, keep_indices, pool_tokens
 from vllm_autoprune.tpdsl.tokens import (
     Instruction,
     MergerInput,
@@ -313,6 +313,8 @@ class _RegionBatch:
             keys = [plan.key for plan in self.plans]
             start = self._share(plan.kept_before)
             return select_at_random(self.budget, bare, keys, start)
+        if plan.part == "delta" and plan.image_budget >= self.images[0].candidates:
+            return self._keep_others(bare)
         policy, image_core = self._make_policy()
         if plan.part == "whole" and policy.core and self.budget < bare.count:
             # An image that is one item keeps the same tokens as its core and delta as two items.
@@ -320,6 +322,16 @@ class _RegionBatch:
             core, *delta = [part.select() for part in parts if part.budget > 0]
             return core.joined(delta[0]) if delta else core
         return self._select_by_policy(policy, bare)
+
+    def _keep_others(self, bare: VisualTokens) -> RefinedTokens:
+        """Keep all tokens that are not in the core of their image, in raster order."""
+        others = torch.ones(
+            (bare.batch, bare.count), dtype=torch.bool, device=bare.features.device
+        )
+        for core in self._take_items([[*plan.items_before()] for plan in self.plans]):
+            if core.budget > 0:
+                others &= ~mask_from_indices(core._find_indices(), bare.count)
+        return keep_indices(bare, indices_from_mask(others, self.budget))
 
     def _select_by_policy(
         self, policy: PruningPolicy, bare: VisualTokens
@@ -412,7 +424,7 @@ class _RegionBatch:
             choices = (Choice(plan.budget, *plan.read), *plan.earlier)
             text = repr((plan.group, [_digest(choice) for choice in choices]))
             chooser: Hashable = (state.digest, hashlib.sha256(text.encode()).digest())
-            if plan.part == "core" and state.core is not None:
+            if plan.part == "core" and state.possible_core is not None:
                 # States with the same core share its tokens.
                 chooser = (state.core_digest, plan.core)
             key = (plan.key, chooser, self.number, region.grid)
