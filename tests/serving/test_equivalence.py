@@ -334,6 +334,8 @@ def interleave(backbone: str, count: int) -> float:
             question += f" blue</s>user {tiny['tokens'][0]} {later} you"
             turns = [{"images": len(images), "text": later}]
             entry |= {"recall": random.choice((0, 6)), "recall_turns": turns}
+        if images and entry.get("enabled", True):
+            entry["history"] = random.choice(("none", "1:3", "1:1/2", "2:1,every=2"))
         if not row.whole_only and entry.get("enabled", True):
             entry["cells"] = random.choice(
                 ("none", "flat", "flat", "predicted", "flat:2")
