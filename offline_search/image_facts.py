@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from offline_search.settings import Settings, Space
 from vllm_autoprune.statistics import Floats
@@ -67,22 +68,25 @@ class ImageFacts:
             cosines=(float(spread[0]), float(spread[1])),
         )
 
-    def describe(self, kept: int, space: Space = "all") -> str:
-        """The facts in sentences; ``kept`` is K for the smallest image.
+    def describe(self, budget: BudgetCall, space: Space = "all") -> str:
+        """The facts in sentences, with K of images if it is a share of N.
 
         A smaller ``space`` has no size of a pool, and no signal that reads the question or [CLS].
         """
-        smallest = self.counts[0]
-        largest = self.counts[-1]
-        tokens = (
-            f"N = {smallest}" if smallest == largest else f"{smallest} to {largest}"
-        )
-        sentences = [f"An image has {tokens} tokens."]
+        kept = [min(budget.tokens_kept(tokens), tokens) for tokens in self.counts]
+        several = len(self.counts) > 1
+        text = f"An image has {'' if several else 'N = '}{_describe_range(self.counts)} tokens"
+        minimum, maximum = budget.range()
+        if minimum < maximum:
+            text += f", of which K = {_describe_range(kept)} are kept"
+        sentences = [f"{text}."]
         if self.grids:
             shown = ", ".join(self.grids[:_SHOWN_GRIDS])
+            if others := len(self.grids[_SHOWN_GRIDS:]):
+                shown += f" and {others} more"
             sentences.append(f"Tiles x rows x columns are {shown}.")
         if space == "all":
-            sentences.append(_describe_pools(largest, kept))
+            sentences.append(_describe_pools(self.counts, kept))
             sentences += self._list_inputs()
         ranges = {"tokens": self.cosines}
         if space == "all":
@@ -98,7 +102,11 @@ class ImageFacts:
     def _list_inputs(self) -> Iterator[str]:
         """Sentences on what signals read besides features."""
         if self.has_cls is not None:
-            yield f"There is {'a' if self.has_cls else 'no'} [CLS] token."
+            yield (
+                "The attention of [CLS], or the mean of all tokens' in its place, is known."
+                if self.has_cls
+                else "There is no [CLS] token."
+            )
         if self.sign is not None:
             yield f'The sign "auto" is "{"+" if self.sign > 0 else "-"}".'
         if self.segments is not None:
@@ -116,24 +124,28 @@ def describe_facts(facts: Mapping[str, ImageFacts], settings: Settings) -> str:
     budget = BudgetCall.parse(settings.budgets[0])
     texts: list[str] = []
     for model, known in facts.items():
-        kept = budget.tokens_kept(known.counts[0])
-        text = known.describe(kept, settings.space)
-        if model:
-            text = f"{model}: {text} K of the smallest is {kept}."
-        texts.append(text)
+        text = known.describe(budget, settings.space)
+        texts.append(f"{model}: {text}" if model else text)
     return "\n".join([*texts, "", ""]) if texts else ""
 
 
-def _describe_pools(tokens: int, kept: int) -> str:
-    """Sizes of the largest pools of an image of so many tokens, of which K are ``kept``."""
-    unpicked = max(tokens - kept, 0)
-    largest = round(MAX_POOL_RATIO * kept)
-    null = f"With pool_ratio null a pool has all {unpicked} other tokens"
-    if largest < unpicked:
-        return (
-            f"{null}; with {MAX_POOL_RATIO:g}, the largest number, {largest} of them."
-        )
-    return f"{null}, and so it has with {unpicked / max(kept, 1):.1f} or more."
+def _describe_pools(counts: Sequence[int], kept: Sequence[int]) -> str:
+    """Sizes of the largest pools of images of N = ``counts`` tokens, of which ``kept`` are kept."""
+    others = np.subtract(counts, kept)
+    ratio = (others / np.maximum(kept, 1)).max()
+    null = f"With pool_ratio null a pool has all {_describe_range(others)} other tokens"
+    if ratio > MAX_POOL_RATIO:
+        largest = np.minimum(others, np.multiply(kept, MAX_POOL_RATIO).astype(int))
+        text = f"with {MAX_POOL_RATIO:g}, the largest number, {_describe_range(largest)} of them"
+        return f"{null}; {text}."
+    return f"{null}, and so it has with {ratio:.1f} or more."
+
+
+def _describe_range(numbers: Sequence[int] | NDArray[np.int64]) -> str:
+    """The smallest and largest number, or the only one."""
+    minimum = min(numbers)
+    maximum = max(numbers)
+    return f"{minimum}" if minimum == maximum else f"{minimum} to {maximum}"
 
 
 def _quantiles(values: Floats) -> Interval:

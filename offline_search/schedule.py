@@ -104,6 +104,11 @@ class EvaluationBudget:
                     f"Another follows, unless, past {spent_half}, {_IDLE_ROUNDS} in a row found "
                     "nothing better by more than the resolution."
                 )
+        return f"{round_text} {ending} {self._describe_cost(number, resolution)}."
+
+    def _describe_cost(self, number: int, resolution: float) -> str:
+        """Which questions a candidate of a round is asked, and when it is dropped."""
+        settings = self.settings
         most = "at most " if settings.races else ""
         cost = f"A candidate is asked {most}{self.questions} questions in its round"
         if not self.is_fresh:
@@ -116,11 +121,13 @@ class EvaluationBudget:
                 "The questions of this round, others than those of the round before, are asked "
                 f"of {asked} too. {cost}"
             )
+        if settings.models:
+            cost += ", equally many by each model"
         if len(settings.budgets) > 1:
             cost += f", each at {len(settings.budgets)} budgets"
         if settings.races:
             cost += self._describe_race(resolution)
-        return f"{round_text} {ending} {cost}."
+        return cost
 
     def _describe_race(self, resolution: float) -> str:
         """Description of the race: after how many questions which candidates are dropped."""

@@ -53,8 +53,8 @@ _CANDIDATES = (
     "or more{exchanges}; policy, whole or as changes of another."
 )
 _EXCHANGES = (
-    "; means over a few images of the number of tokens that it exchanges, and of the lowest "
-    "quality of a reference token and the highest of another, before the exchange"
+    "; means over a few images{of_models} of the number of tokens that it exchanges, and of the "
+    "lowest quality of a reference token and the highest of another, before the exchange"
 )
 _BEST = (
     f"The best of each structure, of the best {_MAX_BEST} at most, of candidates that were asked "
@@ -317,12 +317,13 @@ class _Summary:
         trials = self.history.trials
         probed = any(trial.exchanges is not None for trial in trials)
         dropped = any(trial.result.status == "dropped" for trial in trials)
+        of_models = " of all models" if self._has_models else ""
         return _CANDIDATES.format(
             references=text,
             dropped=", why it was dropped if it was" if dropped else "",
             parts="model, then by category" if self._has_models else "category",
             minimum=MINIMUM_IMAGES,
-            exchanges=_EXCHANGES if probed else "",
+            exchanges=_EXCHANGES.format(of_models=of_models) if probed else "",
         )
 
     def _describe(self, trial: Trial, printed: Mapping[str, Trial]) -> str:

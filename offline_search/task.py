@@ -63,6 +63,11 @@ quality_topk_selector.
 anchor_controlled_pool_dpp_selector and by constrained_pool_dpp_selector. With others leave it out.
 - Where nothing is exchanged, only reassembly acts; the order score reads quality there too."""
 
+_LIMITS = (
+    "A q_e above K acts as K, clusters or m above the number of tokens as that number. They are "
+    "the same in every image, whatever its N and K."
+)
+
 _TILES = 'Where an atom says "tile or image", it compares tokens of a tile.'
 
 _EQUAL_SIGNALS = (
@@ -102,7 +107,7 @@ _OBJECTIVES: Mapping[Objective, str] = {
 _SHARE = (
     "the mean over the models, each of which counts alike, of the log-probability of the reference "
     "answers less that of the model with all tokens, as a share of what the base policy alone "
-    "loses on that model: -1 is about as the base policy alone"
+    "loses on that model, so that -1 is about as the base policy alone"
 )
 
 
@@ -143,7 +148,7 @@ def _describe_language(settings: Settings) -> str:
     """The atoms of the whole language with their parameters, and which of them act on what."""
     left_out = excluded_atoms(settings)
     quota = min(settings.source_budget, MAX_QUOTA)
-    notes = [_WHAT_READS_WHAT]
+    notes = [_WHAT_READS_WHAT, _LIMITS]
     if settings.library != "paper":
         left_out |= {"r_min"}  # it follows from q_e
         notes += [_TILES, _EQUAL_SIGNALS]
@@ -204,8 +209,8 @@ def _describe_goal(settings: Settings) -> str:
     if settings.models:
         goal += (
             f"One policy has to suit {len(settings.models)} models: {', '.join(settings.models)}. "
-            "N and K are each model's own, and a question counts once for each model that is "
-            "asked; a category is one of a model. "
+            "N, K and the categories are each model's own, and a question counts once for each "
+            "model that is asked. "
         )
     if settings.bases:
         listed = "\n".join(

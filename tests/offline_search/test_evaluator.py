@@ -30,6 +30,7 @@ from vllm_autoprune import load_state
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.errors import ConfigError, EvaluationFailed, SearchError
 from vllm_autoprune.serving.models import BACKBONES
+from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 
 MINILLAVA = Path(__file__).parents[2] / "benchmarks/yardsticks/weights/minillava/llava"
 
@@ -359,8 +360,8 @@ async def test_servers_of_several_models_are_each_asked_every_question(
     assert evaluator.name.startswith("a and b through vLLM, data ")
     assert evaluator.image_facts["a"].sign is None
     text = describe_facts(evaluator.image_facts, settings_of(budgets=("1/8",)))
-    assert "b: An image has N = 64 tokens." in text
-    assert 'The sign "auto" is "-". K of the smallest is 8.' in text
+    assert "b: An image has N = 64 tokens, of which K = 8 are kept. With" in text
+    assert text.endswith('The sign "auto" is "-".\n\n')
     assert evaluator.find_default_state() == ""
 
 
@@ -375,4 +376,4 @@ async def test_what_a_server_knows_of_its_images_is_told_without_a_checkpoint(
         await evaluator.read_image_facts()
         await evaluator.close()
     read = evaluator.image_facts[""]
-    assert facts in read.describe(kept=8) and read.counts == (64,)
+    assert facts in read.describe(BudgetCall.parse(8)) and read.counts == (64,)

@@ -98,6 +98,10 @@ async def test_each_model_stands_beside_the_mean(search: Searches) -> None:
     assert "suit 2 models: small, large" in task and "-1 is about as the base" in task
     assert "- small: digit:" in request or "- large: digit:" in request
     assert "; small +" in request or "; small -" in request
+    assert (
+        "48 questions in its round, the same in every round, equally many by" in request
+    )
+    assert "means over a few images of all models of the number of tokens" in request
     assert "several models: small, large" in search.lines
 
 

@@ -369,11 +369,13 @@ async def test_no_prompt_contradicts_itself(space: Space, search: Searches) -> N
     assert told == {str(number) for number in range(1, len(prompts))}
 
 
-def test_pools_that_no_ratio_fills_say_what_the_largest_has() -> None:
-    assert ImageFacts(counts=(144,)).describe(kept=8) == (
-        "An image has N = 144 tokens. With pool_ratio null a pool has all 136 other tokens; with "
-        "16, the largest number, 128 of them."
-    )
+@parametrize_from_file("counts", "budget", "text")
+def test_facts_of_images_count_what_each_size_has(
+    counts: list[int], budget: int | str, text: str
+) -> None:
+    """K of a share, others and largest pools are those of the same image."""
+    facts = ImageFacts(tuple(counts), grids=("1 x 6 x 6",) * len(counts))
+    assert facts.describe(BudgetCall.parse(budget)) == text
 
 
 def test_a_repair_names_candidates_as_the_request_does() -> None:
