@@ -73,7 +73,8 @@ RELEASED = {"minillava": ("cdpruner", 16), "miniqwen": ("divprune", 8)}
 mini-Qwen3-VL cannot run, because it has no CLIP."""
 
 PROPOSED = Path(__file__).parent / "recorded/proposed"
-"""Folder of the ledgers of searches with proposals of a capable language model, by yardstick."""
+"""Folder of the ledgers of searches with proposals of a capable language model, by yardstick; a
+search of several yardsticks has another name."""
 
 _IMAGES: Mapping[Split, int] = {"search": 128, "validation": 128, "test": 128}
 _CONFIRMING_IMAGES: Mapping[Split, int] = {"search": 1, "validation": 1, "test": 600}
@@ -284,13 +285,14 @@ def open_evaluator(
 
 
 def read_questions(recording: Path, settings: Settings) -> Dataset:
-    """Questions of ``recording``, one of the folders in ``PROPOSED``."""
-    yardstick = open_yardstick(recording.stem)
-    return YardstickEvaluator(yardstick, _IMAGES, each=1, block=settings.block).dataset
+    """Questions of ``recording``, one of the ledgers in ``PROPOSED``."""
+    names = settings.models or (recording.stem,)
+    yardsticks = [open_yardstick(name) for name in names]
+    return open_evaluator(yardsticks, _IMAGES, settings.block).dataset
 
 
 def replay_study(recording: Path) -> str:
-    """Replay ``recording``, one of the folders in ``PROPOSED``, without its model.
+    """Replay ``recording``, one of the ledgers in ``PROPOSED``, without its model.
 
     Returns its result. Raises :class:`SearchError` if the replay's records differ.
     """
@@ -304,9 +306,11 @@ def replay_study(recording: Path) -> str:
             str(recording), "its replay differs", "use the version that wrote it"
         )
     winner = result.winner
-    gain = winner.test.gain
+    test = winner.test
+    gain = test.gain
     return (
-        f"{recording.stem}: candidate {winner.winner}, search objective {best:+.2f}; on 128 test "
-        f"questions {gain.value:+.2f} ({gain.low:+.2f} to {gain.high:+.2f}) over the base policy; "
+        f"{recording.stem}: candidate {winner.winner}, search objective {best:+.2f}; on "
+        f"{test.examples} test questions {gain.value:+.2f} ({gain.low:+.2f} to {gain.high:+.2f}) "
+        "over the base policy; "
         f"records {result.replayed[:12]}, equal to the replay's"
     )
