@@ -21,7 +21,7 @@ MAKEFLAGS += --no-print-directory
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 21
 
-venv: ## set up the environment in .venv (about two minutes; nothing to do the second time)
+venv: ## set up the environment in .venv (two to five minutes; nothing to do the second time)
 ifeq ($(VENV),none)
 	@echo "environment: $(PYTHON), as it is"
 	@$(PYTHON) -c 'import vllm_autoprune' 2>/dev/null || { \

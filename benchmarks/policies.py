@@ -89,8 +89,8 @@ _ACCURACY = POLICIES.with_name("docs") / "data/accuracy.csv"
 _SHOWN = "N/8"
 """K on the page of shipped states, as in `vllm-autoprune list`."""
 _EVALUATED_ON = (
-    "the committed mini-LLaVA and mini-Qwen3-VL with transformers, test split, every kind of "
-    "question; `python -m benchmarks.accuracy.yardsticks`"
+    "the small models of the repository with transformers, test split, every kind of question; "
+    "`python -m benchmarks.accuracy.yardsticks`"
 )
 _LINE_WIDTH = 96
 

@@ -389,5 +389,5 @@ def _advise_on_reading(gains: Mapping[Way, float]) -> str:
         )
     return (
         "Only a question-free state pays at this number of questions; one that reads the question "
-        "costs more than stock, or as much."
+        f"is less than {WORTHWHILE:g} times as fast as stock."
     )

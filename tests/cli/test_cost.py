@@ -46,8 +46,9 @@ def test_cost_counts_text_and_refuses_what_is_no_number(capsys: Captured) -> Non
     record = run_json(capsys, "cost --backbone llava-1.5-7b --text 60")
     rows = [(row["tokens"], row["kv_mib"]) for row in record["rows"]]
     assert rows == [(576, 318), (64, 62)] and record["assumptions"]
-    record = run_json(capsys, "cost --backbone llava-1.5-7b --tokens 100% 1/9 64")
-    assert [row["tokens"] for row in record["rows"]] == [576, 64, 64]
+    for tokens in ("100% 1/9 64", "1/9", "64 576"):
+        record = run_json(capsys, f"cost --backbone llava-1.5-7b --tokens {tokens}")
+        assert [row["tokens"] for row in record["rows"]] == [576, 64]
     assert main(["cost", "--backbone", "llava-1.5-7b", "--text", "-1"]) == 1
     assert "--text: -1 is not a number of tokens" in capsys.readouterr().err
     with pytest.raises(SystemExit):

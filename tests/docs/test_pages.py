@@ -23,7 +23,7 @@ from vllm.config import ObservabilityConfig
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
-from benchmarks.policies import OURS, READING
+from benchmarks.policies import OURS, READING, SOURCE
 from benchmarks.search.results import _format_mean, read_confirmed, read_results
 from scripts.models_table import count_square, format_models, read_table
 from scripts.site_hooks import _adapt_page, _generate_files
@@ -237,7 +237,7 @@ def test_the_default_states_are_the_question_free_policies_that_are_right_most_o
     ]
     right = {(row["yardstick"], row["name"]): float(row["accuracy"]) for row in rows}
     reads = {row["name"] for row in rows if row["reads_question"] == "True"}
-    published = {*BASE_POLICIES} - {*OURS}
+    published = {*BASE_POLICIES, SOURCE} - {*OURS}
     totals = dict.fromkeys(published - reads, 0.0)
     columns = list(
         zip(
@@ -259,7 +259,15 @@ def test_the_default_states_are_the_question_free_policies_that_are_right_most_o
         totals = {name: total + of_model[name] for name, total in totals.items()}
         controls = [
             f"{right[model, name]:.1f}"
-            for name in ("full", "resized", "random", "norm", "pivoted_qr", READING)
+            for name in (
+                "full",
+                "resized",
+                "random",
+                "norm",
+                *{*RECOMMENDED.values()},
+                "pivoted_qr",
+                READING,
+            )
         ]
         states = [
             max(totals, key=of_model.__getitem__),

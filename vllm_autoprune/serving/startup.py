@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import json
 import logging
 import os
@@ -127,8 +128,9 @@ logger = logging.getLogger("vllm.autoprune")
 # A gauge, because an Info cannot be collected from several processes.
 _INFO = Gauge(
     "autoprune_info",
-    "The served state: its digest and name, and the version of the plugin; always 1.",
-    ["digest", "version", "state"],
+    "The served state: its digest and name, its budget, a digest of all settings, and the version "
+    "of the plugin; always 1.",
+    ["digest", "version", "state", "budget", "settings"],
     multiprocess_mode="max",
 )
 
@@ -181,10 +183,31 @@ def apply_settings(vllm_config: VllmConfig) -> None:
     if served.capabilities.axes == LINE:
         worker.keep_axes(model_config, LINE)
     attach(model_config, KV_CACHE, vllm_config.cache_config)
-    _INFO.labels(served.state.digest, __version__, served.state.name).set(1)
+    _INFO.labels(**_label_info(served)).set(1)
     description = describe(served)
     del description["evidence"]
     logger.info("Serving pruned: %s", json.dumps(description))
+    if isinstance(settings, Mapping) and settings.get("budget") is None:
+        logger.warning(
+            "No --autoprune-budget is given: K = %s is the state's own. To start with, this model "
+            "is served at --autoprune-budget %s.",
+            served.budget.rule(),
+            BACKBONES[served.architecture].budget,
+        )
+
+
+def _label_info(served: ServedState) -> dict[str, str]:
+    """Labels of ``autoprune_info``, equal on replicas that prune alike."""
+    description = describe(served)
+    del description["version"], description["evidence"]
+    settings = json.dumps(description, sort_keys=True)
+    return {
+        "digest": served.state.digest,
+        "version": __version__,
+        "state": served.state.name,
+        "budget": str(served.budget.rule()),
+        "settings": hashlib.sha256(settings.encode()).hexdigest()[:12],
+    }
 
 
 _DENSE = frozenset({KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR})

@@ -6,6 +6,7 @@ This module as a command starts up and forks, in a process of its own because te
 from __future__ import annotations
 
 import dataclasses
+import logging
 import multiprocessing
 import os
 import subprocess
@@ -49,11 +50,36 @@ def test_a_mistake_ends_the_command_line_with_one_message_and_raises_in_python(
 
 
 def test_the_metric_of_the_served_state_tells_replicas_apart() -> None:
-    for state in ("vcast", "trim"):
-        apply_settings(vllm_config({"state": state}))
-        shipped = {"digest": load_state(state).digest, "state": state}
-        labels = {**shipped, "version": __version__}
-        assert REGISTRY.get_sample_value("autoprune_info", labels) == 1
+    replicas: list[tuple[str, str, dict[str, object]]] = [
+        ("trim", "16", {}),
+        ("norm", "16", {}),
+        ("norm", "1/8", {}),
+        ("norm", "1/8", {"recall": 4}),
+    ]
+    for state, budget, others in (*replicas, replicas[0]):
+        apply_settings(vllm_config({"state": state, "budget": budget, **others}))
+    (metric,) = (m for m in REGISTRY.collect() if m.name == "autoprune_info")
+    labels = [sample.labels for sample in metric.samples if sample.value == 1]
+    settings = {sample["settings"]: sample for sample in labels}
+    for state, budget, _ in replicas:
+        expected = {
+            "digest": load_state(state).digest,
+            "version": __version__,
+            "state": state,
+            "budget": budget,
+        }
+        same = [n for n, found in settings.items() if expected.items() <= found.items()]
+        assert len(same) == (2 if budget == "1/8" else 1)
+
+
+@pytest.mark.parametrize("budget", [None, 16, "1/8"])
+def test_a_server_without_a_budget_says_which_to_start_with(
+    budget: int | str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "vllm.autoprune"):
+        apply_settings(vllm_config({"state": "norm", "budget": budget}))
+    hint = "K = 32 is the state's own. To start with, this model is served at"
+    assert (hint in caplog.text) == (budget is None)
 
 
 @pytest.mark.compat

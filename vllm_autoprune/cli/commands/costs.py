@@ -108,8 +108,8 @@ def _parse_count(text: str) -> int:
         type=read_budget,
         nargs="+",
         metavar="K",
-        help="visual tokens of one image, or a share of them such as 1/8; the others are compared "
-        "with the first (default: all tokens, and a ninth of them)",
+        help="visual tokens of one image, or a share of them such as 1/8; each is compared with "
+        "all tokens (default: a ninth of them)",
     ),
     argument(
         "--text",
@@ -129,9 +129,11 @@ def _print_cost(options: Namespace) -> int:
         count = _count_tokens(shape, options.image)
         tokens = count.tokens
         tiles = count.tiles
-    budgets = [tokens, max(1, tokens // 9)]
+    budgets = [max(1, tokens // 9)]
     if options.tokens:
         budgets = [budget.tokens_kept(tokens, tiles) for budget in options.tokens]
+    # Every row is compared with the first one, of all tokens.
+    budgets = [*dict.fromkeys([tokens, *budgets])]
     # The tower encodes the whole image, before all but K tokens are dropped.
     tower = shape.tower.count_flops(tokens, tiles) / 10**12 if shape.tower else None
     costs = [shape.estimate_cost(k, text=options.text) for k in budgets]
@@ -271,10 +273,13 @@ def _advise(options: Namespace) -> int:
         "assumptions": ASSUMPTIONS,
     }
     cache = f"KV blocks of {traffic.block}" if traffic.block else "no prefix cache"
+    core = f"K_c = {traffic.core}"
+    if traffic.served_core != traffic.core:
+        core += f" (served as {traffic.served_core}, on the edge of a KV block)"
     sizes = (
         f"questions an image: {traffic.questions:g}; N = {traffic.tokens}, K = {traffic.budget}, "
-        f"K_c = {traffic.served_core} as it is served; {traffic.template} text tokens before the "
-        f"image and {traffic.prompt} behind it, {traffic.answer} of the answer; {cache}"
+        f"{core}; {traffic.template} text tokens before the image and {traffic.prompt} behind it, "
+        f"{traffic.answer} of the answer; {cache}"
     )
     time_texts = []
     for name, seconds in timings:
