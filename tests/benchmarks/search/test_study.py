@@ -159,7 +159,8 @@ def test_searches_with_a_capable_proposer_replay(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert command.main(["replay"]) == 0
-    llava, qwen = capsys.readouterr().out.splitlines()
+    joint, llava, qwen = capsys.readouterr().out.splitlines()
+    assert joint.startswith("joint: candidate 2.1, search objective -0.60; on 256 test")
     assert llava.startswith("minillava: candidate 10.1, search objective -1.39; ")
     assert qwen.startswith("miniqwen: candidate 9.4, search objective -0.48; ")
 
