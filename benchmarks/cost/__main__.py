@@ -14,6 +14,7 @@ from benchmarks.common.command import run_command
 from vllm_autoprune.cli.output import CommandParser
 
 _COMMANDS = {
+    "agents": "tokens that a conversation of screenshots computes, by turn and by client",
     "cells": "requests/s and time to first token with blank cells dropped before the tower",
     "clips": "requests/s and time to first token of clips, beside stock vLLM and EVS",
     "curve": "load curves by `vllm bench serve`, and how busy API servers and GPU are",

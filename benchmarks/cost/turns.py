@@ -83,11 +83,11 @@ class Table:
         verdict: str = "",
     ) -> None:
         """Add a median with quartiles, an estimate with its 95 % interval, or an exact number."""
-        values = (
-            [f"{figure:.4g}", "", ""]
-            if isinstance(figure, float)
-            else [f"{value:.4g}" for value in astuple(figure)[:3]]
-        )
+        if isinstance(figure, int | float):
+            exact = f"{figure:.4g}" if isinstance(figure, float) else str(figure)
+            values = [exact, "", ""]
+        else:
+            values = [f"{value:.4g}" for value in astuple(figure)[:3]]
         self._writer.writerow([what, setting, *values, unit, verdict, self._call])
         self._file.flush()
 
