@@ -36,33 +36,36 @@ def tabulate_accuracy(
 ) -> str:
     """Table of all cases except variants that are compared with another case of the same state.
 
-    States that a search found are in bold, and those that read the question have an asterisk. A
-    cell has per cent right, then points above resizing ± the longer side of the interval.
+    States that a search found are in bold, and those that read the question have an asterisk. Cells
+    have per cent right, and those of the last column points above resizing at the last budget but
+    one, N/8, ± the longer side of the interval.
     """
     full = next(row for row in rows if row.name == "full")
     images = f"{full.images} images of the {split} split"
     accuracy = format_estimate(full.accuracy, between=" to ").replace(" (", " % (")
+    compared = yardstick.budgets[-2:][0].label
+    gain = f"{compared}: less resized"
     cells: dict[str, dict[str, str]] = {}
     for row in rows:
         if row is not full and row.category is None and "@" not in row.name:
-            figure = f"{row.accuracy.value:.1f}"
-            if more := row.less_resized:
-                width = max(more.high - more.value, more.value - more.low)
-                figure += f" {more.value:+.1f}±{width:.1f}"
             label = (
                 f"**{row.name}**" if row.name == yardstick.search_result else row.name
             )
             if row.reads_question:
                 label += r"\*"
-            cells.setdefault(row.name, {"method": label})[row.budget] = figure
-    columns = ("method", *(budget.label for budget in yardstick.budgets))
+            method = cells.setdefault(row.name, {"method": label})
+            method[row.budget] = f"{row.accuracy.value:.1f}"
+            if row.budget == compared and (more := row.less_resized):
+                width = max(more.high - more.value, more.value - more.low)
+                method[gain] = f"{more.value:+.1f}±{width:.1f}"
+    columns = ("method", *(budget.label for budget in yardstick.budgets), gain)
     table = [
         [method.get(column, "-") for column in columns] for method in cells.values()
     ]
     return (
         f"### {yardstick.name}\n\n{yardstick.model}; {full.questions} questions about {images}. "
         f"With all tokens ({full.tokens:.1f} on average) {accuracy} are right.\n\n"
-        f"{Table('', columns, table, '-rrrr').markdown()}\n"
+        f"{Table('', columns, table, '-rrrrr').markdown()}\n"
     )
 
 

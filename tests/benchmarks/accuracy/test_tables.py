@@ -137,7 +137,7 @@ def test_differences_are_paired_by_question(wrong: str, gain: int) -> None:
     assert unpaired == (None, None, None)
     page = tables.tabulate_accuracy(yardstick, rows).splitlines()
     accuracy = state.accuracy.value
-    assert f"| **instruction-free** | - | {accuracy:.1f} {half:+.1f}±0.0 |" in page
+    assert f"| **instruction-free** | {accuracy:.1f} | {half:+.1f}±0.0 |" in page
     records = list(csv.DictReader(write_rows(rows).splitlines()))
     assert len(records) == len(rows) == 4 * 5, (
         "all questions, two categories, two kinds"
