@@ -51,6 +51,7 @@ LIKE_ANOTHER = (
     "qianfan_ocr",
     "skywork_chat",
     "dots_ocr",
+    "cohere2_vision",
 )
 """Share the code that prunes with another backbone: left to `make test-all`."""
 ON_BOTH_RUNNERS = ("llava", "llava_onevision", "qwen2_5_vl", "qwen3_vl")
@@ -70,6 +71,7 @@ WITHOUT_VIDEO = (
     "paddleocr_vl",
     "lightonocr",
     "dots_ocr",
+    "cohere2_vision",
 )
 """Their models, or vLLM's classes for them, take no videos."""
 

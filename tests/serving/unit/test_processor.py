@@ -165,6 +165,7 @@ OPTIONS: list[tuple[str, dict[str, object]]] = [
     ("qianfan_ocr", {"max_dynamic_patch": 2}),
     ("idefics3", {"do_image_splitting": False}),
     ("smolvlm", {"do_image_splitting": False}),
+    ("cohere2_vision", {"max_patches": 2}),
 ]
 """Backbones and processor options of servers, where those make other tiles of an image."""
 

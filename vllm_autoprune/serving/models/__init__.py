@@ -363,6 +363,12 @@ BACKBONES: dict[str, Backbone] = {
         _tiled("skywork_chat", "SkyworkR1VChatModel", _MARKS, *_INTERNVL_CHAT),
         _tiled("idefics3", "Idefics3ForConditionalGeneration", _TEXT, embeds_text=True),
         _tiled("smolvlm", "SmolVLMForConditionalGeneration", _TEXT, embeds_text=True),
+        _tiled(
+            "cohere2_vision",
+            "Cohere2VisionForConditionalGeneration",
+            _TEXT,
+            embeds_text=True,
+        ),
         Backbone(
             "mistral3",
             "ocr",

@@ -1,4 +1,4 @@
-"""Gemma 3, InternVL, Idefics3 and SmolVLM: an image consists of equal square tiles.
+"""Gemma 3, InternVL, Command A Vision, Idefics3, SmolVLM: an image is equal square tiles.
 
 A frame of InternVL's videos is one tile.
 """
@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 from torch.nn import functional
+from vllm.model_executor.models.cohere2_vision import (
+    Cohere2VisionForConditionalGeneration,
+)
 from vllm.model_executor.models.gemma3_mm import Gemma3ForConditionalGeneration
 from vllm.model_executor.models.idefics3 import Idefics3ForConditionalGeneration
 from vllm.model_executor.models.interns1 import InternS1ForConditionalGeneration
@@ -196,6 +199,33 @@ class _InternVLChatVision(_InternVLVision):
         return round(super().side * self._model.downsample_ratio)
 
 
+class _Cohere2Vision(_TiledVision):
+    """Command A Vision: tiles, the last of the whole image, with a line break behind each."""
+
+    _model: Cohere2VisionForConditionalGeneration
+    counts = "num_patches"
+    tile_tokens = "vision_tower.vision_model.embeddings.num_patches"
+    layers = "vision_tower.vision_model.encoder.layers"
+    whole_last = True
+
+    @property
+    def side(self) -> int:
+        """Side of a tile in tokens."""
+        return super().side // self._model.multi_modal_projector.downsample_factor
+
+    def find_merger(self) -> Merger:
+        """The projector's first layer, which takes the patches of a token as one row."""
+        projector = self._model.multi_modal_projector
+        layer = projector.linear_1
+        return Merger(layer, projector.downsample_factor**2, layer, joined=True)
+
+    def rows(self, tiles: ImageInputs) -> Tensor:
+        """Projected rows ``(M, n, D)`` of tiles ``(M, 3, H, W)``, as in the stock model."""
+        features = self._model.vision_tower(tiles["pixel_values"])
+        rows: Tensor = self._model.multi_modal_projector(features)
+        return rows.flatten(1, 2)
+
+
 @depends_on(
     "vllm.model_executor.models.idefics3:Idefics3Model", "image_pixels_to_features"
 )
@@ -283,6 +313,20 @@ class _TileCounter:
         )
 
 
+def _count_cohere2(
+    info: Any, size: ImageSize, kwargs: Mapping[str, object]
+) -> TokenCount:
+    """Tokens and tiles of an image of Command A Vision."""
+    processor = info.get_hf_processor(**kwargs)
+    tiles = info.get_num_patches(
+        image_width=size.width,
+        image_height=size.height,
+        processor=processor,
+        mm_kwargs=kwargs,
+    )
+    return TokenCount(tiles * processor.patch_size**2, tiles)
+
+
 def _largest_idefics3(info: Any) -> ImageSize:
     """A square, because every image is enlarged until it is cut into tiles."""
     from vllm.multimodal.parse import ImageSize
@@ -312,6 +356,20 @@ AutopruneInternS1ForConditionalGeneration = prune_class(
     PrunedLine,
     methods=("extract_feature",),
     merger="InternS1MultiModalProjector",
+)
+
+
+AutopruneCohere2VisionForConditionalGeneration = prune_class(
+    Cohere2VisionForConditionalGeneration,
+    Placeholders(
+        _count_cohere2,
+        lambda info: _count_cohere2(info, info.get_image_size_with_most_features(), {}),
+        lambda info: info.get_hf_processor().image_token_id,
+    ),
+    _Cohere2Vision,
+    PrunedLine,
+    methods=(),
+    merger="Cohere2VisionMultiModalProjector",
 )
 
 
