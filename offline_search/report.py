@@ -464,15 +464,20 @@ def _describe_models(winner: WinnerRecord) -> Section:
 
 
 def _advise_base_policy(winner: WinnerRecord, settings: Settings) -> str:
-    """How to serve the base policy alone, where the winner's mean is behind it; else empty."""
+    """What to do where no gain over the base policy is shown: serve that alone if it is ahead.
+
+    Empty if a gain is shown.
+    """
     gains = {"the test split": winner.test.gain}
     if winner.winner in winner.gains:
         splits = "the search and validation splits together"
         gains[splits] = winner.gains[winner.winner]
     behind = [splits for splits, gain in gains.items() if gain.value < 0]
-    if not behind:
-        return ""
     name = settings.base_policy
+    if not behind:
+        if winner.test.gain.low > 0:
+            return ""
+        return f"No gain is shown: {name} alone may do as well"
     flags = f"--autoprune-state {name} --autoprune-budget {settings.budgets[0]}"
     if settings.positions != load_state(name).positions:
         flags += f" --autoprune-positions {settings.positions}"

@@ -192,6 +192,16 @@ async def test_a_winner_ahead_of_its_base_policy_is_offered_alone(
     assert search.lines[-1].startswith("winner ")
 
 
+async def test_a_winner_that_is_level_with_its_base_policy_says_so(
+    search: Searches,
+) -> None:
+    winner = await search(
+        change=lambda _, answers: Answers((-0.1,) * len(answers), answers.right)
+    )
+    assert winner.test.gain.value == 0
+    assert search.lines[-1] == "No gain is shown: cdpruner alone may do as well"
+
+
 async def test_a_report_compares_finalists_on_one_scale(search: Searches) -> None:
     """Each round had other questions: the table has estimates for all of them."""
     await search(rounds=4, block=8)

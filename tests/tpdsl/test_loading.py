@@ -98,7 +98,7 @@ SINGLE: list[tuple[Changes, str, str, str]] = [
     ({"/scoring/signals/1/atom": "atention_proxy_saliency"}, "/scoring/signals/1/atom",
      'unknown atom "atention_proxy_saliency"', "did you mean 'attention_proxy_saliency'?"),
     ({"/base_policy/name": "zzz"}, "/base_policy/name", 'unknown name "zzz"',
-     f"use one of: {', '.join(BASE_POLICIES)}"),
+     f"use one of: {', '.join([*BASE_POLICIES][:24])}"),
     # An atom of another group is as invalid here as one that does not exist, and no typo.
     ({"/reassembly/atom": "pairwise_cosine_kernel"}, "/reassembly/atom", "unknown atom",
      "that is one of similarity_kernel, this field takes another group; "),
