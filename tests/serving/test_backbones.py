@@ -72,6 +72,7 @@ WITHOUT_VIDEO = (
     "lightonocr",
     "dots_ocr",
     "cohere2_vision",
+    "lfm2_vl",
 )
 """Their models, or vLLM's classes for them, take no videos."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -17,7 +18,14 @@ from vllm_autoprune.serving.worker.features import ImageFeatures, Signal
 from vllm_autoprune.tpdsl.tokens import Grid
 
 _MERGER_INPUT: tuple[Signal, Signal] = ("encoder", "merger_norms")
-_TOWER_INPUTS = ("pixel_values", "image_grid_thw", "image_sizes", "image_position_ids")
+_TOWER_INPUTS = (
+    "pixel_values",
+    "image_grid_thw",
+    "image_sizes",
+    "image_position_ids",
+    "spatial_shapes",
+    "pixel_attention_mask",
+)
 """Inputs of ``get_image_features``, for models that take them."""
 
 
@@ -60,7 +68,7 @@ def _read_merger_input(
     inputs = transformers.AutoProcessor.from_pretrained(folder).image_processor(
         [image], return_tensors="pt"
     )
-    entering: dict[str, Tensor] = {}
+    entering = defaultdict[str, list[Tensor]](list)
     for part in merger.keys() & {"module", "scored"}:
 
         def record(
@@ -69,7 +77,8 @@ def _read_merger_input(
             named: Mapping[str, Tensor],
             part: str = part,
         ) -> None:
-            entering[part] = [*args, *named.values()][0].flatten(0, -2)
+            patches = [*args, *named.values()][0].flatten(0, -2)
+            entering[part].append(patches)  # some models call it for each tile
 
         module = attrgetter(merger[part])(model)
         module.register_forward_pre_hook(record, with_kwargs=True)
@@ -101,8 +110,9 @@ def _read_merger_input(
             cells = cells[window_index.argsort()]
         return cells
 
-    scored = entering.get("scored", entering["module"])
+    entered = {part: torch.cat(patches) for part, patches in entering.items()}
+    scored = entered.get("scored", entered["module"])
     # A token whose patches are joined has the norms of its single row.
     rows = scored[:, None] if order in ("joined", "channels") else split(scored)
     norms = torch.stack([rows.norm(1, dim=2), rows.norm(dim=2)], dim=2).mean(dim=1)
-    return split(entering["module"]).mean(dim=1), norms
+    return split(entered["module"]).mean(dim=1), norms

@@ -52,6 +52,9 @@ _TILE_COUNTS = ("num_patches", "image_num_patches", VIDEO_TILES)
 _SIZE = "image_sizes"
 """Field with height and width of a picture before it was cut into tiles."""
 
+TILE_SHAPES = "spatial_shapes"
+"""Field with height and width, in patches, of each tile."""
+
 PATCH_PLACES = "pixel_position_ids"
 """Field with column and row of each patch, which are -1 for padding."""
 
@@ -223,6 +226,13 @@ def _are_sides(value: object, rows: int) -> bool:
     return bool(((value > 0) & (value <= _MAX_SIDE)).all())
 
 
+def _are_shapes(value: object, rows: int) -> bool:
+    if not _has_form(value, _WHOLE_NUMBERS, (rows, 2)):
+        return False
+    is_sound = (value > 0) & (value <= _MAX_SIDE) & (value % CELL == 0)
+    return bool(is_sound.all())
+
+
 def _are_places(value: object, rows: int) -> bool:
     """Whether patches fill a rectangle, with each place taken once."""
     if not _has_form(value, (torch.int64,), (rows, 2)):
@@ -256,6 +266,7 @@ def _is_interval(value: object, rows: int) -> bool:
 _CHECKS: Mapping[str, Callable[[object, int], bool]] = {
     **dict.fromkeys(_TILE_COUNTS, _is_count),
     _SIZE: _are_sides,
+    TILE_SHAPES: _are_shapes,
     PATCH_PLACES: _are_places,
     FRAME_SECONDS: _is_interval,
 }

@@ -112,21 +112,22 @@ def test_images_without_a_key_are_encoded_and_not_kept() -> None:
 def test_features_of_another_geometry_are_not_used() -> None:
     """Two images under one key: a plan may be forged, and keys are digests.
 
-    Grids are on the CPU wherever the pixels are.
+    Grids of an image, or of its tiles, are on the CPU wherever the pixels are.
     """
     vision = Vision()
     vision.encode_values([1], 1)
     assert vision.encode_values([1], 2, channels=4) == [2]
     assert vision.encode_values([1], 1) == [1]
-    wide, high = (
-        {"pixel_values": torch.zeros(16, 4), "image_grid_thw": torch.tensor(grid)}
-        for grid in ([1, 2, 8], [1, 8, 2])
-    )
-    assert _describe_geometry(wide) != _describe_geometry(high)
-    on_device = [
-        {name: part.to("meta") for name, part in i.items()} for i in (wide, high)
-    ]
-    assert _describe_geometry(on_device[0]) == _describe_geometry(on_device[1])
+    for wide, high in ([[1, 2, 8], [1, 8, 2]], [[[2, 8], [4, 4]], [[8, 2], [4, 4]]]):
+        images = [
+            {"pixel_values": torch.zeros(16, 4), "grid": torch.tensor(grid)}
+            for grid in (wide, high)
+        ]
+        assert _describe_geometry(images[0]) != _describe_geometry(images[1])
+        on_device = [
+            {name: part.to("meta") for name, part in image.items()} for image in images
+        ]
+        assert _describe_geometry(on_device[0]) == _describe_geometry(on_device[1])
 
 
 def test_cached_rows_do_not_keep_their_batch_alive() -> None:

@@ -21,7 +21,12 @@ from vllm_autoprune.serving.api.positions import (
 )
 from vllm_autoprune.serving.compat import depends_on
 from vllm_autoprune.serving.identities import make_feature_key
-from vllm_autoprune.serving.inputs import CELLS_FIELD, PIXELS, check_inputs
+from vllm_autoprune.serving.inputs import (
+    CELLS_FIELD,
+    PIXELS,
+    TILE_SHAPES,
+    check_inputs,
+)
 from vllm_autoprune.serving.plan import FIELD, NO_KEY, ItemPlan, Key, plan_error
 from vllm_autoprune.serving.plan_rules import PlanRules
 
@@ -94,8 +99,10 @@ def _check_kind(name: str, element: MultiModalFieldElem) -> None:
 
     kind = element.field
     by_item = isinstance(kind, MultiModalBatchedField)
-    if name.startswith(PIXELS):
-        by_row = isinstance(kind, MultiModalFlatField) and kind.dim == 0
+    by_row = isinstance(kind, MultiModalFlatField) and kind.dim == 0
+    if name == TILE_SHAPES:
+        sound = by_row and kind.keep_on_cpu
+    elif name.startswith(PIXELS):
         sound = isinstance(element.data, Tensor) and (by_row or by_item)
     else:
         is_shared = isinstance(kind, MultiModalSharedField) and name not in (

@@ -239,6 +239,12 @@ def _tiled(name: str, stock: str, why: str, *fields: Field, **more: Any) -> Back
     )
 
 
+def _separated(name: str, stock: str, **more: Any) -> Backbone:
+    """A model whose tiles have text between them, which the worker embeds."""
+    row = _tiled(name, stock, _TEXT, embeds_text=True, **more)
+    return replace(row, module="separated_tiles")
+
+
 def _ocr(name: str, stock: str, **fields: Any) -> Backbone:
     """A model that reads pages, for which nearly every token is needed."""
     usual = {"fields": (_MERGED,), "missing": _LAYERS, "budget": "70%"}
@@ -363,11 +369,11 @@ BACKBONES: dict[str, Backbone] = {
         _tiled("skywork_chat", "SkyworkR1VChatModel", _MARKS, *_INTERNVL_CHAT),
         _tiled("idefics3", "Idefics3ForConditionalGeneration", _TEXT, embeds_text=True),
         _tiled("smolvlm", "SmolVLMForConditionalGeneration", _TEXT, embeds_text=True),
-        _tiled(
-            "cohere2_vision",
-            "Cohere2VisionForConditionalGeneration",
-            _TEXT,
-            embeds_text=True,
+        _separated("cohere2_vision", "Cohere2VisionForConditionalGeneration"),
+        _separated(
+            "lfm2_vl",
+            "Lfm2VLForConditionalGeneration",
+            architectures=("Lfm2VlForConditionalGeneration",),
         ),
         Backbone(
             "mistral3",

@@ -1,4 +1,4 @@
-"""Gemma 3, InternVL, Command A Vision, Idefics3, SmolVLM: an image is equal square tiles.
+"""Gemma 3, InternVL, Idefics3 and SmolVLM: an image consists of equal square tiles.
 
 A frame of InternVL's videos is one tile.
 """
@@ -8,16 +8,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isqrt
+from itertools import groupby
+from math import isqrt, prod
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from vllm.model_executor.models.cohere2_vision import (
-    Cohere2VisionForConditionalGeneration,
-)
 from vllm.model_executor.models.gemma3_mm import Gemma3ForConditionalGeneration
 from vllm.model_executor.models.idefics3 import Idefics3ForConditionalGeneration
 from vllm.model_executor.models.interns1 import InternS1ForConditionalGeneration
@@ -46,8 +44,8 @@ if TYPE_CHECKING:
     from vllm.multimodal.parse import ImageSize
 
 
-class _TiledVision(Vision):
-    """Vision side for images whose tiles come in one tensor."""
+class TiledVision(Vision):
+    """Vision side for images whose tiles come in one tensor; one may have another shape."""
 
     counts: ClassVar[str]
     """Field with the number of tiles of each image ``(B,)``, on the CPU."""
@@ -63,13 +61,17 @@ class _TiledVision(Vision):
     """
 
     @abstractmethod
-    def rows(self, tiles: ImageInputs) -> Tensor:
-        """Projected rows ``(M, n, D)`` of tiles ``(M, 3, H, W)``, as in the stock model."""
+    def rows(self, tiles: ImageInputs) -> Sequence[Tensor] | Tensor:
+        """Projected rows ``(n, D)`` of each of the tiles ``(M, ...)``, as in the stock model."""
 
     @property
     def side(self) -> int:
-        """Side of a tile in tokens."""
+        """Side of a square tile in tokens."""
         return isqrt(attrgetter(self.tile_tokens)(self._model))
+
+    def shapes(self, tiles: ImageInputs) -> list[tuple[int, int]]:
+        """Height and width, in tokens, of each tile."""
+        return [(self.side, self.side)] * len(next(iter(tiles.values())))
 
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
         """Split the images or videos of one call of ``embed_multimodal``."""
@@ -82,66 +84,77 @@ class _TiledVision(Vision):
             tiles = inputs[name]
             assert isinstance(tiles, Tensor)
             fields.append(tiles.split(counts.tolist()))
-        return [
-            ModelImage(
-                dict(zip(names, parts, strict=True)), len(parts[0]) * self.side**2
-            )
-            for parts in zip(*fields, strict=True)
-        ]
+        images = []
+        for parts in zip(*fields, strict=True):
+            image = dict(zip(names, parts, strict=True))
+            images.append(ModelImage(image, sum(map(prod, self.shapes(image)))))
+        return images
 
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
         """Encode images or videos in one pass of the vision tower."""
         tiles = {
             name: torch.cat([image[name] for image in images]) for name in images[0]
         }
-        are_videos = not tiles.keys().isdisjoint(VIDEO_FIELDS)
+        shapes = self.shapes(tiles)
+        counts = [*map(prod, shapes)]
         with self.recording():
             rows = self.rows(tiles)
-        side = self.side
-        # Signals (M, n, ...) of all tiles.
-        signals: dict[Signal, Tensor] = {
-            signal: hook.take().unflatten(0, (-1, side**2))
-            for signal, hook in self.merger.items()
+        # Signals (n, ...) of each tile.
+        signals: dict[Signal, Sequence[Tensor]] = {
+            signal: hook.take().split(counts) for signal, hook in self.merger.items()
         }
         if self.attention is not None:
-            # A token gets the mean over its patches. Some towers have a [CLS] token before their
-            # patches, which no model here reads.
-            patches = torch.stack(self.attention.take().received())
-            across = isqrt(patches.shape[1])
-            square = patches[:, -across * across :].view(-1, across, across)
-            signals["cls_attention"] = functional.avg_pool2d(
-                square, across // side
-            ).flatten(1)
+            pairs = zip(self.received(shapes), shapes, strict=True)
+            signals["cls_attention"] = [self._pool(*pair) for pair in pairs]
+        places = torch.arange(sum(counts), device=rows[0].device).split(counts)
+        are_videos = not tiles.keys().isdisjoint(VIDEO_FIELDS)
+
+        def make_region(numbers: Sequence[int], start: int) -> Region:
+            """Copy the tokens of some tiles of the image whose tiles begin at ``start``."""
+
+            def join(parts: Sequence[Tensor] | Tensor) -> Tensor:
+                return torch.cat([parts[number] for number in numbers])
+
+            grid = Grid(*shapes[numbers[0]], len(numbers), video=are_videos)
+            of_region = {signal: join(parts) for signal, parts in signals.items()}
+            order = join(places) - places[start][0] if self.whole_last else None
+            return Region(grid, join(rows), of_region, order=order, share=len(numbers))
+
         features = []
         start = 0
         for image in images:
-            count = len(next(iter(image.values())))
-            rolls = self.whole_last and count > 1
-            order = None
-            if rolls:
-                order = torch.arange(count * side**2, device=rows.device).roll(side**2)
-
-            def flatten(part: Tensor, rolls: bool = rolls) -> Tensor:
-                """A copy of the tokens of some tiles, with the whole image before its parts."""
-                return (part.roll(1, 0) if rolls else part).flatten(0, 1).clone()
-
-            regions = []
-            for run in [1] * count if self.apart else [count]:
-                tiles_of_run = slice(start, start + run)
-                of_region: dict[Signal, Tensor] = {
-                    signal: flatten(part[tiles_of_run])
-                    for signal, part in signals.items()
-                }
-                grid = Grid(side, side, run, video=are_videos)
-                tokens = flatten(rows[tiles_of_run])
-                region = Region(grid, tokens, of_region, order=order, share=run)
-                regions.append(region)
-                start += run
-            features.append(ImageFeatures(tuple(regions)))
+            end = start + len(next(iter(image.values())))
+            groups = self._group_tiles([*range(start, end)], shapes)
+            regions = tuple(make_region(group, start) for group in groups)
+            features.append(ImageFeatures(regions))
+            start = end
         return features
 
+    def _group_tiles(
+        self, numbers: list[int], shapes: Sequence[tuple[int, int]]
+    ) -> list[list[int]]:
+        """Tiles of an image that are chosen from together: neighbours of one shape."""
+        if self.whole_last:
+            numbers = numbers[-1:] + numbers[:-1]
+        if self.apart:
+            return [[number] for number in numbers]
+        return [[*tiles] for _, tiles in groupby(numbers, shapes.__getitem__)]
 
-class _Gemma3Vision(_TiledVision):
+    def received(self, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Attention ``(P,)`` that the patches of each tile receive, with that of [CLS]."""
+        assert self.attention is not None
+        return self.attention.take().received()
+
+    def _pool(self, patches: Tensor, shape: tuple[int, int]) -> Tensor:
+        """Means ``(n,)`` over the patches of each token, without [CLS] before them."""
+        height, width = shape
+        factor = isqrt(len(patches) // (height * width))
+        grid = patches[-height * width * factor**2 :]
+        grid = grid.view(1, height * factor, width * factor)
+        return functional.avg_pool2d(grid, factor).flatten()
+
+
+class _Gemma3Vision(TiledVision):
     """Gemma 3: one pooled square of tokens per image, and one per crop of pan-and-scan."""
 
     _model: Gemma3ForConditionalGeneration
@@ -160,7 +173,7 @@ class _Gemma3Vision(_TiledVision):
         return rows
 
 
-class _InternVLVision(_TiledVision):
+class _InternVLVision(TiledVision):
     """InternVL of transformers: crops and a thumbnail, each a pixel-shuffled square of tokens."""
 
     counts = "image_num_patches"
@@ -199,37 +212,10 @@ class _InternVLChatVision(_InternVLVision):
         return round(super().side * self._model.downsample_ratio)
 
 
-class _Cohere2Vision(_TiledVision):
-    """Command A Vision: tiles, the last of the whole image, with a line break behind each."""
-
-    _model: Cohere2VisionForConditionalGeneration
-    counts = "num_patches"
-    tile_tokens = "vision_tower.vision_model.embeddings.num_patches"
-    layers = "vision_tower.vision_model.encoder.layers"
-    whole_last = True
-
-    @property
-    def side(self) -> int:
-        """Side of a tile in tokens."""
-        return super().side // self._model.multi_modal_projector.downsample_factor
-
-    def find_merger(self) -> Merger:
-        """The projector's first layer, which takes the patches of a token as one row."""
-        projector = self._model.multi_modal_projector
-        layer = projector.linear_1
-        return Merger(layer, projector.downsample_factor**2, layer, joined=True)
-
-    def rows(self, tiles: ImageInputs) -> Tensor:
-        """Projected rows ``(M, n, D)`` of tiles ``(M, 3, H, W)``, as in the stock model."""
-        features = self._model.vision_tower(tiles["pixel_values"])
-        rows: Tensor = self._model.multi_modal_projector(features)
-        return rows.flatten(1, 2)
-
-
 @depends_on(
     "vllm.model_executor.models.idefics3:Idefics3Model", "image_pixels_to_features"
 )
-class _Idefics3Vision(_TiledVision):
+class _Idefics3Vision(TiledVision):
     """Idefics3 and SmolVLM, which vLLM serves with the same model.
 
     Tiles and the whole image are each a pixel-shuffled square of tokens after a text that names it.
@@ -313,20 +299,6 @@ class _TileCounter:
         )
 
 
-def _count_cohere2(
-    info: Any, size: ImageSize, kwargs: Mapping[str, object]
-) -> TokenCount:
-    """Tokens and tiles of an image of Command A Vision."""
-    processor = info.get_hf_processor(**kwargs)
-    tiles = info.get_num_patches(
-        image_width=size.width,
-        image_height=size.height,
-        processor=processor,
-        mm_kwargs=kwargs,
-    )
-    return TokenCount(tiles * processor.patch_size**2, tiles)
-
-
 def _largest_idefics3(info: Any) -> ImageSize:
     """A square, because every image is enlarged until it is cut into tiles."""
     from vllm.multimodal.parse import ImageSize
@@ -356,20 +328,6 @@ AutopruneInternS1ForConditionalGeneration = prune_class(
     PrunedLine,
     methods=("extract_feature",),
     merger="InternS1MultiModalProjector",
-)
-
-
-AutopruneCohere2VisionForConditionalGeneration = prune_class(
-    Cohere2VisionForConditionalGeneration,
-    Placeholders(
-        _count_cohere2,
-        lambda info: _count_cohere2(info, info.get_image_size_with_most_features(), {}),
-        lambda info: info.get_hf_processor().image_token_id,
-    ),
-    _Cohere2Vision,
-    PrunedLine,
-    methods=(),
-    merger="Cohere2VisionMultiModalProjector",
 )
 
 

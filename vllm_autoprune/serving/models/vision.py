@@ -11,6 +11,7 @@ from hashlib import sha256
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from vllm.model_executor.models.interfaces import SupportsMultiModal
 
@@ -267,18 +268,19 @@ def find_entries(keys: Sequence[Key], images: Sequence[ImageInputs]) -> list[Has
 def _describe_geometry(image: ImageInputs) -> Hashable:
     """Shapes of an image's tensors, and the integers that describe its patch or tile grid.
 
-    vLLM keeps these integers on the CPU, so nothing is read from a device. They have one row. Masks
-    of pixels, which have more dimensions, are described by their shape only.
+    vLLM keeps these integers on the CPU, so nothing is read from a device. They have a row for an
+    image or for each of its tiles. Masks of pixels, which have more dimensions, are described by
+    their shape only, and so are pixels of 8 bits.
     """
     described: list[Hashable] = []
     for name, part in sorted(image.items()):
-        row = (
-            part.dim() <= 1
+        rows = (
+            part.dim() <= 2
             and part.device.type == "cpu"
-            and not part.is_floating_point()
+            and part.dtype in (torch.int32, torch.int64)
         )
         numbers = (
-            sha256(part.numpy().tobytes()).digest() if row else None
+            sha256(part.numpy().tobytes()).digest() if rows else None
         )  # there may be thousands
         described.append((name, tuple(part.shape), numbers))
     return tuple(described)

@@ -1,0 +1,163 @@
+"""Command A Vision and LFM2-VL: tiles and a view of the whole image, with text between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.models.cohere2_vision import (
+    Cohere2VisionForConditionalGeneration,
+)
+from vllm.model_executor.models.lfm2_vl import Lfm2VLForConditionalGeneration
+
+from vllm_autoprune.serving.api.placeholders import Placeholders, TokenCount
+from vllm_autoprune.serving.models.line import PrunedLine
+from vllm_autoprune.serving.models.pruned_model import prune_class
+from vllm_autoprune.serving.models.tiled import TiledVision
+from vllm_autoprune.serving.models.vision import ImageInputs
+from vllm_autoprune.serving.worker.tower_hooks import Merger
+
+if TYPE_CHECKING:
+    from vllm.multimodal.parse import ImageSize
+
+
+class _Cohere2Vision(TiledVision):
+    """Command A Vision: tiles of one shape, with a line break behind each."""
+
+    _model: Cohere2VisionForConditionalGeneration
+    counts = "num_patches"
+    tile_tokens = "vision_tower.vision_model.embeddings.num_patches"
+    layers = "vision_tower.vision_model.encoder.layers"
+    whole_last = True
+
+    @property
+    def side(self) -> int:
+        """Side of a tile in tokens."""
+        return super().side // self._model.multi_modal_projector.downsample_factor
+
+    def find_merger(self) -> Merger:
+        """The projector's first layer, which takes the patches of a token as one row."""
+        projector = self._model.multi_modal_projector
+        layer = projector.linear_1
+        return Merger(layer, projector.downsample_factor**2, layer, joined=True)
+
+    def rows(self, tiles: ImageInputs) -> Tensor:
+        """Projected rows ``(M, n, D)`` of tiles ``(M, 3, H, W)``, as in the stock model."""
+        features = self._model.vision_tower(tiles["pixel_values"])
+        rows: Tensor = self._model.multi_modal_projector(features)
+        return rows.flatten(1, 2)
+
+
+class _Lfm2Vision(TiledVision):
+    """LFM2-VL: tiles behind their names, and a view of any shape, which a small image is alone."""
+
+    _model: Lfm2VLForConditionalGeneration
+    counts = "num_patches"
+    fields = ("pixel_values", "spatial_shapes")
+    layers = "vision_tower.vision_model.encoder.layers"
+    whole_last = True
+
+    def shapes(self, tiles: ImageInputs) -> list[tuple[int, int]]:
+        """Height and width, in tokens, of each tile."""
+        factor = self._model.multi_modal_projector.factor
+        patches = tiles["spatial_shapes"].tolist()
+        return [(height // factor, width // factor) for height, width in patches]
+
+    def received(self, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Attention ``(P,)`` that the patches of each tile receive; all are in one sequence."""
+        assert self.attention is not None
+        patches = self._model.multi_modal_projector.factor**2
+        counts = [height * width * patches for height, width in shapes]
+        return self.attention.take().received(counts)
+
+    def find_merger(self) -> Merger:
+        """The projector's norm, or else its first layer: both take a token's patches as one row."""
+        projector = self._model.multi_modal_projector
+        norms = projector.projector_use_layernorm
+        layer = projector.layer_norm if norms else projector.linear_1
+        return Merger(layer, projector.factor**2, layer, joined=True)
+
+    def rows(self, tiles: ImageInputs) -> list[Tensor]:
+        """Projected rows ``(n, D)`` of each tile, as in the stock model."""
+        return self._model.image_pixels_to_features(*tiles.values())
+
+
+def _count_cohere2(
+    info: Any, size: ImageSize, kwargs: Mapping[str, object]
+) -> TokenCount:
+    """Tokens and tiles of an image of Command A Vision."""
+    processor = info.get_hf_processor(**kwargs)
+    tiles = _count_tiles(info, size, kwargs)
+    return TokenCount(tiles * processor.patch_size**2, tiles)
+
+
+def _count_lfm2(info: Any, size: ImageSize, kwargs: Mapping[str, object]) -> TokenCount:
+    """Tokens and tiles of an image of LFM2-VL, of which the last is as large as its view."""
+    processor = info.get_hf_processor(**kwargs)
+    merged = info.ctx.get_merged_mm_kwargs(kwargs)
+    limits = ("min_image_tokens", "max_image_tokens")
+    names = ("downsample_factor", "encoder_patch_size", *limits)
+    settings = {
+        name: merged.get(name, getattr(processor.image_processor, name))
+        for name in names
+    }
+    width, height = info.smart_resize(size.height, size.width, **settings)
+    view = torch.tensor([[height, width]]) // settings["encoder_patch_size"]
+    view_tokens, tile_tokens = info.get_num_image_tokens(
+        spatial_shapes=view, processor=processor, mm_kwargs=kwargs
+    )
+    tiles = _count_tiles(info, size, kwargs)
+    return TokenCount(view_tokens + (tiles - 1) * tile_tokens, tiles)
+
+
+def _count_tiles(info: Any, size: ImageSize, kwargs: Mapping[str, object]) -> int:
+    """Number of tiles, with the view of all of them."""
+    return int(
+        info.get_num_patches(
+            image_width=size.width,
+            image_height=size.height,
+            processor=info.get_hf_processor(**kwargs),
+            mm_kwargs=kwargs,
+        )
+    )
+
+
+def _place(
+    count: Callable[[Any, ImageSize, Mapping[str, object]], TokenCount],
+    largest: Callable[[Any], ImageSize],
+) -> Placeholders:
+    """Placeholders of images whose tokens and tiles ``count`` gives, by the size of the largest."""
+    return Placeholders(
+        count,
+        lambda info: count(info, largest(info), {}),
+        lambda info: info.get_hf_processor().image_token_id,
+    )
+
+
+def _largest_lfm2(info: Any) -> ImageSize:
+    """As many tiles as there may be, in one row."""
+    from vllm.multimodal.parse import ImageSize
+
+    processor = info.get_image_processor()
+    edge = processor.tile_size
+    return ImageSize(edge * processor.max_tiles, edge)
+
+
+AutopruneCohere2VisionForConditionalGeneration = prune_class(
+    Cohere2VisionForConditionalGeneration,
+    _place(_count_cohere2, lambda info: info.get_image_size_with_most_features()),
+    _Cohere2Vision,
+    PrunedLine,
+    methods=(),
+    merger="Cohere2VisionMultiModalProjector",
+)
+AutopruneLfm2VLForConditionalGeneration = prune_class(
+    Lfm2VLForConditionalGeneration,
+    _place(_count_lfm2, _largest_lfm2),
+    _Lfm2Vision,
+    PrunedLine,
+    methods=("image_pixels_to_features",),
+    merger="Lfm2VLMultiModalProjector",
+)
