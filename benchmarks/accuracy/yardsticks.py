@@ -170,10 +170,13 @@ def _measure(
     command = shlex.join(command_line())
     commit = read_commit("benchmarks/accuracy/yardsticks.py")
     log_progress(f"{len(cases)} cases on {yardstick.name}")
+    done = 0
     for batch in yardstick.batches(examples):
         encoded = yardstick.encode(batch)
         for case in cases:
             scores[case.name, case.budget.label].append(encoded.score(case))
+        done += len(batch)
+        log_progress(f"{yardstick.name}: {done} of {len(examples)} questions")
     rights = {
         key: torch.cat([batch.correct for batch in batches]).double().numpy()
         for key, batches in scores.items()
