@@ -39,7 +39,7 @@ _NOT_TYPED = re.compile(
     r"|^scripts/gpu_day"  # tests/test_gpu_day.py does
 )
 """What this machine cannot type, each with its reason."""
-_SERVE = re.compile(r"^(VLLM_CPU_KVCACHE_SPACE=1 )?vllm serve (benchmarks|out)/")
+_SERVE = re.compile(r"^(VLLM_\w+=\S+ )*vllm serve (benchmarks|out)/")
 """A server that this machine can run; it goes on after the command."""
 _ADDRESS = re.compile(r"(localhost|127\.0\.0\.1):8000")
 """Of a server that the page starts, or the first page."""

@@ -369,7 +369,9 @@ BACKBONES: dict[str, Backbone] = {
         _tiled("skywork_chat", "SkyworkR1VChatModel", _MARKS, *_INTERNVL_CHAT),
         _tiled("idefics3", "Idefics3ForConditionalGeneration", _TEXT, embeds_text=True),
         _tiled("smolvlm", "SmolVLMForConditionalGeneration", _TEXT, embeds_text=True),
-        _separated("cohere2_vision", "Cohere2VisionForConditionalGeneration"),
+        _separated(
+            "cohere2_vision", "Cohere2VisionForConditionalGeneration", packed=_WINDOWS
+        ),
         _separated(
             "lfm2_vl",
             "Lfm2VLForConditionalGeneration",
