@@ -95,7 +95,8 @@ def check_turns(model: Path, state: object) -> None:
         singles = ask_turns(engine, entry, alone=True)
         for output, single in zip(outputs, singles, strict=True):
             assert output.prompt_token_ids == single.prompt_token_ids
-            answer, expected = output.outputs[0], single.outputs[0]
+            answer = output.outputs[0]
+            expected = single.outputs[0]
             assert answer.token_ids == expected.token_ids
             assert answer.cumulative_logprob == pytest.approx(
                 expected.cumulative_logprob, abs=1e-3

@@ -46,17 +46,13 @@ class History:
             return value
         is_text = isinstance(value, str | int) and not isinstance(value, bool)
         match = _PATTERN.fullmatch(str(value).strip()) if is_text else None
-        newest, every = 0, 0
-        if match is not None:
-            newest = int(match["newest"])
-            every = int(match["every"] or 1)
-        if match is None or not newest or not every:
+        if match is None or not int(match["newest"]) or not int(match["every"] or 1):
             what = f"{str(value)[:80]!r} is not known"
             raise BudgetError.of(where, what, HISTORY_FIX, subject="history")
         core = None
         if match["core"] is not None:
             core = BudgetCall.parse(match["core"], where)
-        return cls(newest, core, every)
+        return cls(int(match["newest"]), core, int(match["every"] or 1))
 
     def __str__(self) -> str:
         core = "" if self.core is None else f":{self.core.rule()}"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import REGISTRY, Gauge
 from prometheus_client.multiprocess import MultiProcessCollector
+from pydantic import JsonValue
 from vllm.utils.torch_utils import (
     kv_cache_dtype_str_to_dtype,
     set_default_torch_num_threads,
@@ -183,9 +184,9 @@ def apply_settings(vllm_config: VllmConfig) -> None:
     if served.capabilities.axes == LINE:
         worker.keep_axes(model_config, LINE)
     attach(model_config, KV_CACHE, vllm_config.cache_config)
-    _INFO.labels(**_label_info(served)).set(1)
     description = describe(served)
     del description["evidence"]
+    _INFO.labels(**_label_info(served, description)).set(1)
     logger.info("Serving pruned: %s", json.dumps(description))
     if isinstance(settings, Mapping) and settings.get("budget") is None:
         logger.warning(
@@ -196,11 +197,11 @@ def apply_settings(vllm_config: VllmConfig) -> None:
         )
 
 
-def _label_info(served: ServedState) -> dict[str, str]:
+def _label_info(
+    served: ServedState, description: Mapping[str, JsonValue]
+) -> dict[str, str]:
     """Labels of ``autoprune_info``, equal on replicas that prune alike."""
-    description = describe(served)
-    del description["version"], description["evidence"]
-    settings = json.dumps(description, sort_keys=True)
+    settings = json.dumps({**description, "version": None}, sort_keys=True)
     return {
         "digest": served.state.digest,
         "version": __version__,

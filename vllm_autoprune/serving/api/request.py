@@ -9,7 +9,14 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from vllm_autoprune.errors import AutopruneError, Problem, RequestError
@@ -168,23 +175,15 @@ class PruningRequest(BaseModel):
             return value
         raise PydanticCustomError("state", "neither a name nor a state")
 
-    @field_validator("cells", mode="plain")
+    @field_validator("cells", "history", mode="plain")
     @classmethod
-    def parse_cells(cls, value: object) -> object:
-        """A rule for cells."""
+    def parse_rule(cls, value: object, info: ValidationInfo) -> object:
+        """A rule for cells, or for older images."""
         if value is None or value == "none":
             return value
-        with _explaining("cells"):
-            return Cells.parse(value, f"{ENTRY}/cells")
-
-    @field_validator("history", mode="plain")
-    @classmethod
-    def parse_history(cls, value: object) -> object:
-        """A rule for older images."""
-        if value is None or value == "none":
-            return value
-        with _explaining("history"):
-            return History.parse(value, f"{ENTRY}/history")
+        rule = Cells if info.field_name == "cells" else History
+        with _explaining(str(info.field_name)):
+            return rule.parse(value, f"{ENTRY}/{info.field_name}")
 
     @classmethod
     def parse(cls, entry: object) -> PruningRequest:
