@@ -23,6 +23,7 @@ from offline_search.default_state import find_default_state
 from offline_search.history import Answers
 from offline_search.image_facts import ImageFacts
 from offline_search.ledger import ALL_TOKENS, Clock, EvaluationRecord, Ledger
+from offline_search.probes import Probes
 from vllm_autoprune.connection import Connection
 from vllm_autoprune.errors import (
     ConfigError,
@@ -49,7 +50,6 @@ from vllm_autoprune.http_client import (
 )
 from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.state import PruningState
-from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 _CHECKED_IMAGES = 8
 _DECIMALS = 5
@@ -82,10 +82,10 @@ class Evaluator(Protocol):
     def image_facts(self) -> Mapping[str, ImageFacts]:
         """Facts about the images by model, of a single model by the empty name.
 
-        Empty if none are known, or if probes have those of a single model.
+        Empty if none are known, or if they are those of the probes.
         """
 
-    def probes(self) -> Sequence[VisualTokens]:
+    def probes(self) -> Probes:
         """Visual tokens of a few search images, to detect duplicate states; may be empty."""
 
     async def evaluate(self, job: EvaluationJob) -> Answers:
@@ -183,7 +183,7 @@ class ServedEvaluator:
         model: str | None = None,
         connection: Connection | None = None,
         first_wait: float = 1.0,
-        probes: Sequence[VisualTokens] = (),
+        probes: Probes | None = None,
     ) -> None:
         """``model`` is one that all servers have; ``probes`` are of the only model that is served.
 
@@ -199,9 +199,9 @@ class ServedEvaluator:
         self._required_model = model or ""
         self._urls_of = {self._required_model: list(urls)}
         self._first_wait = first_wait
-        self._probes = probes
+        self._probes = probes or {}
 
-    def probes(self) -> Sequence[VisualTokens]:
+    def probes(self) -> Probes:
         """The probes given at construction; they cannot be read over HTTP."""
         return self._probes
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -26,7 +26,7 @@ from offline_search.differences import (
     count_decimals,
     fit_difficulty,
 )
-from offline_search.ledger import ProposalRecord, Standing, TrialRecord
+from offline_search.ledger import Exchange, ProposalRecord, Standing, TrialRecord
 from offline_search.models import mask_models
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.statistics import Floats, round_portably
@@ -120,10 +120,8 @@ class Trial:
     result: TrialRecord
     state: PruningState | None = None
     values: Floats | None = None
-    exchanges: float | None = None
-    """Mean number of tokens of a probe that it exchanges."""
-    quality: tuple[float, float] | None = None
-    """Means over probes: lowest quality of the base policy's picks, and highest of other tokens."""
+    exchanges: Mapping[str, Exchange] = field(default_factory=dict)
+    """What it exchanges on probes, by model."""
 
     @property
     def name(self) -> str:

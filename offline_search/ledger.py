@@ -132,6 +132,17 @@ class ProposalRecord(_CandidateRecord):
     )
 
 
+class Exchange(FrozenModel):
+    """What a state exchanges on the probes of one model, on average."""
+
+    tokens: float = Field(description="tokens that differ from the base policy's")
+    quality: tuple[float, float] | None = Field(
+        default=None,
+        exclude_if=lambda bounds: bounds is None,
+        description="lowest of the base policy's picks, and highest of the other tokens",
+    )
+
+
 class VerdictRecord(_Record):
     """Result of a state's safety check; ``behaviour`` is a digest of its selections on probes."""
 
@@ -143,16 +154,10 @@ class VerdictRecord(_Record):
     r_min: int = 0
     problems: tuple[str, ...] = ()
     behaviour: str = ""
-    exchanges: float | None = Field(
-        default=None,
-        exclude_if=lambda count: count is None,
-        description="tokens of a probe that differ from the base policy's, on average",
-    )
-    quality: tuple[float, float] | None = Field(
-        default=None,
-        exclude_if=lambda bounds: bounds is None,
-        description="lowest of the base policy's picks of a probe, and highest of its other "
-        "tokens, on average",
+    exchanges: dict[str, Exchange] = Field(
+        default={},
+        exclude_if=lambda exchanges: not exchanges,
+        description="by model, of a search with one model by the empty name",
     )
 
 

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
-from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from offline_search.candidates import BASE_PARENT, Draft
-from offline_search.dataset import Dataset, cut_blocks
-from offline_search.differences import compare, count_decimals
+from offline_search.dataset import cut_blocks
+from offline_search.differences import Difference, compare, count_decimals
 from offline_search.evaluator import EvaluationJob, RecordedEvaluator
 from offline_search.history import Answers, History, Trial, rounded_mean
 from offline_search.ledger import (
@@ -28,41 +23,16 @@ from offline_search.ledger import (
     VerdictRecord,
 )
 from offline_search.models import ModelScales
+from offline_search.probes import Probes, count_exchanges, fingerprint
 from offline_search.schedule import RACING_ERRORS, RACING_STAGES, count_of_share
 from offline_search.settings import Settings
 from vllm_autoprune.errors import AutopruneError, EvaluationFailed
 from vllm_autoprune.evaluation.questions import Example
-from vllm_autoprune.ops.rowwise import mask_from_indices
 from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
-from vllm_autoprune.tpdsl.refine import refine
 from vllm_autoprune.tpdsl.safety import safety_check
 from vllm_autoprune.tpdsl.state import PruningState
-from vllm_autoprune.tpdsl.tokens import VisualTokens
-
-_PROBE_IMAGES = 16
-"""Number of images in the probe set; each has one question."""
-
-
-def probes_from_checkpoint(
-    checkpoint: Path, text_tower: Path | None, dataset: Dataset
-) -> Sequence[VisualTokens]:
-    """Probes from a local checkpoint: the first search images with their first questions.
-
-    Raises :class:`ConfigError` or :class:`UnsupportedModelError`.
-    """
-    # Imported here, because it loads transformers.
-    from vllm_autoprune.checkpoint import LlavaVision
-
-    vision = LlavaVision(checkpoint, text_tower)
-    by_image = {
-        example.image: example for example in reversed(dataset.splits["search"])
-    }
-    return [
-        vision.encode(dataset.images[example.image].image(), example.question)
-        for example in islice(reversed(by_image.values()), _PROBE_IMAGES)
-    ]
 
 
 @dataclass
@@ -91,6 +61,17 @@ class _Reference(_Candidate):
         return self.is_leader or bool(_unfinished(self.children))
 
 
+class _Race(NamedTuple):
+    """What candidates of a round are compared with after a part of its questions.
+
+    ``leader_values`` ``(M,)`` are those of the leader before the round.
+    """
+
+    leader: str
+    leader_values: Floats
+    resolution: float
+
+
 @dataclass
 class RoundEvaluator:
     """Turns the drafts of a round into trials, and records every step in the ledger."""
@@ -99,8 +80,7 @@ class RoundEvaluator:
     ledger: Ledger
     evaluator: RecordedEvaluator
     examples: Sequence[Example]
-    probes: Sequence[VisualTokens]
-    """Visual tokens of a few images, as the served model computes them."""
+    probes: Probes
     scales: ModelScales = field(default_factory=ModelScales)
     """Scales of the models, which are measured with the base policy."""
     _full: Answers = field(default_factory=Answers)
@@ -186,8 +166,8 @@ class RoundEvaluator:
             if stop < len(self._questions):
                 values = history.values_of(leader)
                 assert values is not None, "a leader was measured"
-                values = values[self._block][:stop]
-                self._drop_losers(candidates, values, history.resolution, divisor)
+                race = _Race(leader, values[self._block][:stop], history.resolution)
+                self._drop_losers(candidates, race, divisor)
             start = stop
         self._forget_failures(candidates)
         trials = [self._finish(candidate) for candidate in candidates]
@@ -286,7 +266,7 @@ class RoundEvaluator:
         trial = Trial(candidate.proposal, result, candidate.state, values)
         if verdict is None:
             return trial
-        return replace(trial, exchanges=verdict.exchanges, quality=verdict.quality)
+        return replace(trial, exchanges=verdict.exchanges)
 
     def _values(self, candidate: _Candidate) -> Floats:
         """Values of the answers minus the unpruned model's, averaged over budgets, ``(M,)``."""
@@ -325,7 +305,6 @@ class RoundEvaluator:
             return None
         return self._result(candidate, "same", same_as=name)
 
-    @torch.no_grad()
     def _check(self, state: PruningState) -> VerdictRecord:
         """Safety check at every budget of the search; its problems are recorded, not raised."""
         recorded = self.ledger.find(VerdictRecord, f"verdict/{state.digest}")
@@ -349,54 +328,16 @@ class RoundEvaluator:
                     digest=state.digest, valid=False, problems=tuple(problems)
                 )
             )
+        first_budget = BudgetCall.parse(self.settings.budgets[0])
         record = VerdictRecord(
             digest=state.digest,
             valid=True,
             quota=policies[0].quota,
             r_min=policies[0].r_min,
+            behaviour=fingerprint(policies, self.probes) if self.probes else "",
+            exchanges=count_exchanges(state, first_budget, self.probes),
         )
-        return self.ledger.put(self._probe(record, state, policies))
-
-    def _probe(
-        self,
-        verdict: VerdictRecord,
-        state: PruningState,
-        policies: Sequence[PruningPolicy],
-    ) -> VerdictRecord:
-        """``verdict`` with the behaviour of the policies on the probes, if there are probes.
-
-        The fingerprint covers features as well as indices, because two states may keep the same
-        tokens and merge the discarded ones differently. Exchanges and qualities are those of the
-        first policy.
-        """
-        if not self.probes:
-            return verdict
-        budget = BudgetCall.parse(self.settings.budgets[0])
-        base = materialize(state.without_exchange(), budget)
-        behaviour = hashlib.sha256()
-        exchanges: list[int] = []
-        qualities: list[tuple[float, float]] = []
-        for policy in policies:
-            for tokens in self.probes:
-                size = (tokens.count, tokens.grid.tiles)
-                refined = refine(policy.at(*size), tokens)
-                behaviour.update(refined.indices.contiguous().numpy().tobytes())
-                features = refined.features.float().contiguous()
-                behaviour.update(features.numpy().tobytes())
-                if policy is policies[0]:
-                    picks = refine(base.at(*size), tokens).indices
-                    rows = zip(refined.indices.tolist(), picks.tolist(), strict=True)
-                    exchanges += [len({*row} - {*base_row}) for row, base_row in rows]
-                    if refined.quality is not None:
-                        qualities.append(_bound_exchange(refined.quality, picks))
-        update: dict[str, object] = {
-            "behaviour": behaviour.hexdigest(),
-            "exchanges": round(float(np.mean(exchanges)), 2),
-        }
-        if qualities:
-            lowest, highest = np.mean(qualities, axis=0).tolist()
-            update["quality"] = (round(lowest, 3), round(highest, 3))
-        return verdict.model_copy(update=update)
+        return self.ledger.put(record)
 
     def _fingerprint(self, state: PruningState) -> str:
         """Key that is equal for states with the same selections on the probes."""
@@ -416,40 +357,38 @@ class RoundEvaluator:
         candidate.answers = [a + b for a, b in zip(earlier, answers, strict=True)]
 
     def _drop_losers(
-        self,
-        candidates: Sequence[_Candidate],
-        reference: Floats,
-        resolution: float,
-        divisor: int,
+        self, candidates: Sequence[_Candidate], race: _Race, divisor: int
     ) -> None:
         """Drop candidates that are clearly worse than the leader or tied with it, and weak ones.
 
-        ``reference`` has the leader's values. Of the candidates that are neither, one in
-        ``divisor`` goes on, the best first.
+        Of the candidates that are neither, one in ``divisor`` goes on, the best first.
         """
-        questions = self._questions[: len(reference)]
-        undecided: list[tuple[float, _Candidate]] = []
+        undecided: list[tuple[_Candidate, Floats]] = []
         for candidate in _unfinished(candidates):
             values = self._values(candidate)
-            gap = compare(questions, values, reference)
-            decimals = count_decimals(gap.error)
-            details = (
-                f"the leader before the round, {gap.value:+z.{decimals}f} ± "
-                f"{gap.error:.{decimals}f} on the same {len(reference)} questions"
-            )
+            gap = compare(self._questions[: len(values)], values, race.leader_values)
             reason = ""
             if gap.verdict(errors=RACING_ERRORS) == "worse":
-                reason = f"behind {details}"
-            elif resolution and gap.verdict(resolution) == "same":
-                reason = f"tied with {details}"
+                reason = "behind"
+            elif race.resolution and gap.verdict(race.resolution) == "same":
+                reason = "tied with"
             if reason:
+                figures = _describe_gap(gap, len(values))
+                reason = (
+                    f"{reason} {race.leader}, the leader before the round: {figures}"
+                )
                 candidate.result = self._result(candidate, "dropped", reason=reason)
             else:
-                undecided.append((float(values.mean()), candidate))
-        undecided.sort(key=lambda entry: -entry[0])
+                undecided.append((candidate, values))
+        undecided.sort(key=lambda entry: -float(entry[1].mean()))
         best = math.ceil(len(undecided) / divisor)
-        for place, (_, candidate) in enumerate(undecided[best:], best + 1):
-            reason = f"outranked, at place {place} of {len(undecided)}"
+        for place, (candidate, values) in enumerate(undecided[best:], best + 1):
+            last, values_of_last = undecided[best - 1]
+            gap = compare(self._questions[: len(values)], values, values_of_last)
+            reason = (
+                f"outranked, at place {place} of {len(undecided)}, by {last.proposal.name} at "
+                f"place {best}, the last to go on: {_describe_gap(gap, len(values))}"
+            )
             candidate.result = self._result(candidate, "dropped", reason=reason)
 
     def _result(
@@ -480,15 +419,13 @@ class RoundEvaluator:
         return record.model_copy(update=update)
 
 
-def _bound_exchange(quality: Tensor, picks: Tensor) -> tuple[float, float]:
-    """Lowest quality of the picks ``(B, P)`` and highest of the other tokens, as image means.
-
-    ``quality`` is ``(B, N)``. The difference of the two bounds what one exchange can gain.
-    """
-    picked = mask_from_indices(picks, quality.shape[1])
-    lowest = quality.masked_fill(~picked, torch.inf).amin(dim=1)
-    highest = quality.masked_fill(picked, -torch.inf).amax(dim=1)
-    return float(lowest.mean()), float(highest.mean())
+def _describe_gap(gap: Difference, questions: int) -> str:
+    """Difference of a dropped candidate from the one that it was compared with."""
+    decimals = count_decimals(gap.error)
+    error = "unknown"
+    if math.isfinite(gap.error):
+        error = f"{gap.error:.{decimals}f}"
+    return f"{gap.value:+z.{decimals}f} ± {error} on the same {questions} questions"
 
 
 _C = TypeVar("_C", bound=_Candidate)

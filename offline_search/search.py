@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -41,6 +41,7 @@ from offline_search.ledger import (
     select_records,
 )
 from offline_search.models import check_objective
+from offline_search.probes import Probes
 from offline_search.prompt import Messages, describe_request, proposal_prompt
 from offline_search.proposer import ProposalClient, Proposer
 from offline_search.report import ProgressLog
@@ -52,7 +53,6 @@ from offline_search.strategies.language_model import Round
 from offline_search.summary import summarize
 from offline_search.winner import HeldOutEvaluator
 from vllm_autoprune.errors import SearchError
-from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
 class NothingMeasured(SearchError):
@@ -92,7 +92,9 @@ class Search:
         probes = evaluator.probes()
         facts = evaluator.image_facts
         if probes and not facts:
-            facts = {"": ImageFacts.of_probes(probes)}
+            facts = {
+                model: ImageFacts.of_probes(images) for model, images in probes.items()
+            }
         self._facts = describe_facts(facts, settings) if settings.proposer else ""
         self._rounds = RoundEvaluator(
             settings, ledger, self._evaluator, examples, probes
@@ -225,8 +227,8 @@ class _Recording:
     dataset: Dataset
     image_facts: Mapping[str, ImageFacts] = field(default_factory=dict)
 
-    def probes(self) -> Sequence[VisualTokens]:
-        return ()
+    def probes(self) -> Probes:
+        return {}
 
     async def evaluate(self, job: EvaluationJob) -> Answers:
         questions = f"questions {job.start} to {job.stop} of the {job.split} split"

@@ -22,6 +22,7 @@ from offline_search.components import compact_json, describe_changes, dump_json
 from offline_search.differences import MINIMUM_IMAGES, SMALLEST_CHANGE
 from offline_search.history import History, Trial
 from offline_search.hypotheses import ROOM_OF_COUNT, Hypotheses
+from offline_search.ledger import Exchange
 from vllm_autoprune.tpdsl.state import PruningState
 
 MAX_SUMMARY = 20_000
@@ -315,9 +316,9 @@ class _Summary:
                 f"{BASE_PARENT}"
             )
         trials = self.history.trials
-        probed = any(trial.exchanges is not None for trial in trials)
+        probed = any(trial.exchanges for trial in trials)
         dropped = any(trial.result.status == "dropped" for trial in trials)
-        of_models = " of all models" if self._has_models else ""
+        of_models = " of each model" if self._has_models else ""
         return _CANDIDATES.format(
             references=text,
             dropped=", why it was dropped if it was" if dropped else "",
@@ -357,11 +358,7 @@ class _Summary:
                 yield f"to {name} {gap.describe(self.decimals, self.resolution)}"
         yield from self._list_gains(trial)
         state = trial.require_state()
-        if trial.exchanges is not None and not _is_idle(state):
-            yield f"exchanges {trial.exchanges:.1f} tokens"
-        if trial.quality is not None:
-            lowest, highest = trial.quality
-            yield f"quality {lowest:.2f} and {highest:.2f}"
+        yield from _describe_exchanges(trial.exchanges, _is_idle(state))
         if not _is_idle(state):
             yield from (
                 f"{call.atom} has weight 0"
@@ -441,6 +438,28 @@ class _Summary:
     def _format_score(self, score: float | None) -> str:
         """A score with the decimals that the errors of differences support."""
         return "not measured" if score is None else f"{score:+z.{self.decimals}f}"
+
+
+def _describe_exchanges(
+    exchanges: Mapping[str, Exchange], is_idle: bool
+) -> Iterator[str]:
+    """Numbers of tokens that a candidate exchanges, and their qualities, with the model of each.
+
+    An idle candidate has no numbers of tokens.
+    """
+    counts: list[str] = []
+    qualities: list[str] = []
+    for model, exchange in exchanges.items():
+        of_model = f" on {model}" if model else ""
+        unit = "" if counts else " tokens"
+        counts.append(f"{exchange.tokens:.1f}{unit}{of_model}")
+        if exchange.quality is not None:
+            lowest, highest = exchange.quality
+            qualities.append(f"{lowest:.2f} and {highest:.2f}{of_model}")
+    if counts and not is_idle:
+        yield f"exchanges {', '.join(counts)}"
+    if qualities:
+        yield f"quality {', '.join(qualities)}"
 
 
 def _count_characters(lines: Sequence[str]) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from functools import cached_property
 from itertools import chain, groupby
 from pathlib import Path
 from random import Random
@@ -30,6 +29,7 @@ from offline_search.dataset import SPLITS, Dataset, Split, stratify, write_split
 from offline_search.evaluator import EvaluationJob
 from offline_search.history import Answers
 from offline_search.image_facts import ImageFacts
+from offline_search.probes import Probes
 from vllm_autoprune.errors import AutopruneError, EvaluationFailed
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.tpdsl.tokens import VisualTokens
@@ -92,7 +92,11 @@ class YardstickEvaluator:
     image_facts: Mapping[str, ImageFacts] = {}
     """Probes have them."""
 
-    def probes(self) -> Sequence[VisualTokens]:
+    def probes(self) -> Probes:
+        """Visual tokens of the first batches of the search split."""
+        return {"": self.encode_probes()}
+
+    def encode_probes(self) -> Sequence[VisualTokens]:
         """Visual tokens of the first batches of the search split."""
         probes = list[VisualTokens]()
         images = set[int]()
@@ -160,16 +164,12 @@ class JointEvaluator:
         names = " and ".join(evaluator.model for evaluator in evaluators)
         self.name = f"{names} with transformers, data {self.dataset.digest[:12]}"
 
-    @cached_property
-    def image_facts(self) -> Mapping[str, ImageFacts]:
-        """Facts of the probes of each yardstick."""
-        return {
-            each.key: ImageFacts.of_probes(each.probes()) for each in self._evaluators
-        }
+    image_facts: Mapping[str, ImageFacts] = {}
+    """Probes have them."""
 
-    def probes(self) -> Sequence[VisualTokens]:
+    def probes(self) -> Probes:
         """Visual tokens of all yardsticks."""
-        return [tokens for each in self._evaluators for tokens in each.probes()]
+        return {each.key: each.encode_probes() for each in self._evaluators}
 
     async def evaluate(self, job: EvaluationJob) -> Answers:
         """Answers to the questions of a job, in which the yardsticks take turns."""

@@ -40,6 +40,7 @@ from offline_search.ledger import (
     read_ledger,
     select_records,
 )
+from offline_search.probes import Probes
 from offline_search.prompt import Messages
 from offline_search.proposer import Reply
 from offline_search.report import ProgressLog
@@ -53,7 +54,6 @@ from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.safety import synthetic_probes
 from vllm_autoprune.tpdsl.state import PruningState
-from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 MODELS = "/v1/models"
 BUDGET = 8
@@ -179,8 +179,9 @@ class SyntheticEvaluator:
         self._probes = probes
         self._change = change or (lambda _, answers: answers)
 
-    def probes(self) -> Sequence[VisualTokens]:
-        return synthetic_probes(8)[:1] if self._probes else []
+    def probes(self) -> Probes:
+        models = {example.model: None for example in self.dataset.splits["search"]}
+        return {model: synthetic_probes(8)[:1] for model in models if self._probes}
 
     async def evaluate(self, job: EvaluationJob) -> Answers:
         self.jobs.append(job)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -101,7 +102,8 @@ async def test_each_model_stands_beside_the_mean(search: Searches) -> None:
     assert (
         "48 questions in its round, the same in every round, equally many by" in request
     )
-    assert "means over a few images of all models of the number of tokens" in request
+    assert "means over a few images of each model of the number of tokens" in request
+    assert re.search(r"; exchanges \d\.\d tokens on small, \d\.\d on large; ", request)
     assert "several models: small, large" in search.lines
 
 

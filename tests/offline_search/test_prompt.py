@@ -27,7 +27,12 @@ from offline_search.choices import RandomSource
 from offline_search.components import JsonObject
 from offline_search.history import History
 from offline_search.image_facts import ImageFacts
-from offline_search.ledger import EvaluationRecord, ProposalRecord, TrialRecord
+from offline_search.ledger import (
+    EvaluationRecord,
+    ProposalRecord,
+    SummaryRecord,
+    TrialRecord,
+)
 from offline_search.prompt import (
     crossover_prompt,
     describe_request,
@@ -153,7 +158,9 @@ def test_a_task_names_the_kernels_that_it_offers() -> None:
     assert "centred_cosine_kernel" not in paper
 
 
-async def test_a_drop_has_the_figure_behind_it(search: Searches) -> None:
+async def test_a_drop_names_the_candidate_that_was_better_and_by_how_much(
+    search: Searches,
+) -> None:
     """In the first round the leader before it is the base policy."""
     replies = [list_reply(3 * number, 3) for number in range(9)]
     proposer = ScriptedProposer(replies, in_order=True)
@@ -163,27 +170,35 @@ async def test_a_drop_has_the_figure_behind_it(search: Searches) -> None:
         if record.split == "search":
             answers.setdefault(record.digest, []).extend(record.logprob)
     digests = {record.name: record.digest for record in search.records(ProposalRecord)}
-    base = base_state(settings_of()).digest
-    means: dict[int, float] = {}
-    for result in search.records(TrialRecord):
-        if result.round != 1 or result.status != "dropped":
+    digests["base"] = base_state(settings_of()).digest
+    leaders = {1: "base"}
+    for summary in search.records(SummaryRecord):
+        assert summary.standing is not None
+        leaders[summary.round + 1] = summary.standing.best
+    results = {result.name: result for result in search.records(TrialRecord)}
+    verbs: dict[str, int] = {}
+    for name, result in results.items():
+        if result.status != "dropped":
             continue
-        mean, of_base = (
-            float(np.mean(answers[digest][: result.examples]))
-            for digest in (digests[result.name], base)
+        pattern = (
+            r"(behind|tied with|outranked).* (?:with |by |behind )?(base|\d+\.\d+)"
+            r".*: ([+-][\d.]+) ± (\S+) on the same (\d+) questions$"
         )
-        behind = re.search(
-            r"behind the leader before the round, ([+-][\d.]+) ± ", result.reason
+        found = re.match(pattern, result.reason)
+        assert found is not None, result.reason
+        verb, rival, gap, _, count = found.groups()
+        verbs[verb] = verbs.get(verb, 0) + 1
+        assert int(count) == result.examples
+        mean, of_rival = (
+            float(np.mean(answers[digests[each]][: int(count)]))
+            for each in (name, rival)
         )
-        outranked = re.search(r"outranked, at place (\d) of 9$", result.reason)
-        if behind:
-            assert float(behind[1]) == pytest.approx(mean - of_base, abs=0.0051)
-        if outranked:
-            means[int(outranked[1])] = mean
-    assert sorted(means) == [4, 5, 6, 7, 8, 9]
-    assert sorted(means.values(), reverse=True) == [
-        means[place] for place in range(4, 10)
-    ]
+        assert float(gap) == pytest.approx(mean - of_rival, abs=0.0051)
+        if verb == "outranked":
+            assert results[rival].examples > int(count) and mean <= of_rival
+        else:
+            assert rival == leaders[result.round]
+    assert verbs["behind"] and verbs["outranked"]
 
 
 @pytest.mark.parametrize(("strategy", "size"), [("autoprune", 2), ("autoprune+", 5)])

@@ -22,7 +22,7 @@ from offline_search.candidates import (
 )
 from offline_search.components import JsonObject
 from offline_search.history import History, Trial
-from offline_search.ledger import Status
+from offline_search.ledger import Exchange, Status
 from offline_search.summary import MAX_SUMMARY, summarize
 from tests.offline_search.histories import BASE, NOISE, SETTINGS, history_of
 from tests.offline_search.synthetic import trial
@@ -293,11 +293,19 @@ def test_signals_that_change_no_pick_are_marked(selector: str) -> None:
 
 
 def test_exchanges_and_what_they_can_gain_are_told(history: History) -> None:
-    history.trials[0] = dataclasses.replace(
-        history.trials[0], exchanges=1.5, quality=(0.25, 0.75)
+    exchange = Exchange(tokens=1.5, quality=(0.25, 0.75))
+    other = Exchange(tokens=0.2, quality=(1.25, 1.5))
+
+    def describe(**exchanges: Exchange) -> str:
+        trial = dataclasses.replace(history.trials[0], exchanges=exchanges)
+        history.trials[0] = trial
+        return line_of("1.0", summarize(history))
+
+    assert "; exchanges 1.5 tokens; quality 0.25 and 0.75; " in describe(
+        **{"": exchange}
     )
-    line = line_of("1.0", summarize(history))
-    assert "; exchanges 1.5 tokens; quality 0.25 and 0.75; " in line
+    of_models = "exchanges 1.5 tokens on a, 0.2 on b; quality 0.25 and 0.75 on a, "
+    assert f"; {of_models}1.25 and 1.50 on b; " in describe(a=exchange, b=other)
 
 
 # ---- one scale ----

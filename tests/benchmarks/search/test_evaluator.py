@@ -62,7 +62,7 @@ async def test_partial_jobs_add_up_to_the_whole(evaluator: YardstickEvaluator) -
 async def test_a_budget_is_a_share_where_images_differ_in_size() -> None:
     evaluator = open_evaluator("miniqwen", 3, each=4)
     state = load_state("divprune")
-    assert len({tokens.count for tokens in evaluator.probes()}) > 1
+    assert len({tokens.count for tokens in evaluator.encode_probes()}) > 1
     # 72 of 72 tokens are all tokens of an image of any size; 9 of 72 are an eighth.
     full = await measure(evaluator, None)
     assert await measure(evaluator, state, 72) == full

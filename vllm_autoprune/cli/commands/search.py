@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from offline_search.dataset import Dataset
     from offline_search.evaluator import ServedEvaluator
     from offline_search.ledger import WinnerRecord
+    from offline_search.probes import Probes
     from offline_search.search import Replay
     from vllm_autoprune.tpdsl.state import PruningState
-    from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 _NAMES = {"budgets": "--budget", "proposer": "--proposer-model"}
 _SERVER = "give the address of a vllm serve with --autoprune-requests states"
@@ -326,7 +326,7 @@ def _build_settings(flags: _Flags) -> Settings:
 
 @contextlib.asynccontextmanager
 async def _open_evaluator(
-    flags: _Flags, dataset: Dataset, probes: Sequence[VisualTokens] = ()
+    flags: _Flags, dataset: Dataset, probes: Probes | None = None
 ) -> AsyncIterator[ServedEvaluator]:
     """Open an evaluator on the servers, after each has answered a request with a state."""
     from offline_search.evaluator import ServedEvaluator
@@ -380,14 +380,14 @@ async def _search(
     """Run a search and return its winner; first check that the servers accept its requests."""
     from offline_search.endpoint import EndpointProposer, EndpointSettings
     from offline_search.ledger import Ledger, WinnerRecord
+    from offline_search.probes import probes_from_checkpoint
     from offline_search.report import ProgressLog
-    from offline_search.rounds import probes_from_checkpoint
     from offline_search.search import Search
 
     def write(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    probes: Sequence[VisualTokens] = ()
+    probes: Probes | None = None
     if flags.checkpoint is not None:
         probes = probes_from_checkpoint(flags.checkpoint, flags.text_tower, dataset)
     connection = Connection(  # to the proposer, whose key is in the environment
