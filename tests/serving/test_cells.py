@@ -18,8 +18,18 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests.serving.engine import Engine, assert_same, built, page, start, turn, watch
+from tests.serving.engine import (
+    Engine,
+    assert_same,
+    built,
+    page,
+    said,
+    start,
+    turn,
+    watch,
+)
 from tests.serving.runners import in_engine
+from vllm_autoprune.selftest.questions import picture
 from vllm_autoprune.selftest.run import BLOCK
 from vllm_autoprune.serving.api.cells import EncodedImage, Trimming
 from vllm_autoprune.serving.models.cells import CellGrid, CellTower
@@ -144,14 +154,50 @@ def test_pages_with_and_without_a_rule_share_nothing() -> None:
     engine.empty_caches()
     find = Trimming.find_encoded
 
-    def without(self: Trimming, digest: str, encoded: Any) -> EncodedImage:
-        return replace(find(self, digest, encoded), digest=digest)
+    def without(self: Trimming, digest: str, *rest: Any) -> EncodedImage:
+        return replace(find(self, digest, *rest), digest=digest)
 
     with patch.object(Trimming, "find_encoded", without):
         ask(engine, image, cells="none")
         wrong = ask(engine, image, cells="flat:1")
     assert wrong["cached"] >= BLOCK
     assert_same([wrong], [plain], tolerance=2e-2)
+
+
+@pytest.mark.both
+@in_engine
+def test_a_screen_after_another_one_is_answered_as_in_that_conversation_alone() -> None:
+    """Two keep as many cells of it; under one identity the second gets the features of the other.
+
+    The rule of the control is another one, because a server remembers what it compared.
+    """
+    engine = start_tiny()
+    screen = picture(224, 256, 0)
+
+    def ask_after(place: tuple[int, int], rule: str) -> dict[str, Any]:
+        before = screen.copy()
+        before.paste(picture(32, 32, 1), place)
+        talk = [turn(LONG, before), said("red"), turn(LONG, screen)]
+        return engine.chat(talk, tokens=8, entry={"cells": rule})[0]
+
+    def ask_both(rule: str) -> list[dict[str, Any]]:
+        engine.empty_caches()
+        return [ask_after(place, rule) for place in ((64, 32), (160, 192))]
+
+    others = ask_both("changed")
+    assert others[0]["logprob"] != others[1]["logprob"]
+    for place, answer in zip(((64, 32), (160, 192)), others, strict=True):
+        engine.empty_caches()
+        assert_same([ask_after(place, "changed")], [answer])
+    find = Trimming.find_encoded
+
+    def without(self: Trimming, digest: str, *rest: Any) -> EncodedImage:
+        return replace(find(self, digest, *rest), digest=digest)
+
+    with patch.object(Trimming, "find_encoded", without):
+        wrong = ask_both("changed+flat")
+    assert_same(wrong[:1], others[:1])
+    assert abs(wrong[1]["logprob"] - others[1]["logprob"]) > 1e-2
 
 
 @pytest.mark.both

@@ -338,7 +338,7 @@ def interleave(backbone: str, count: int) -> float:
             entry["history"] = random.choice(("none", "1:3", "1:1/2", "2:1,every=2"))
         if not row.whole_only and entry.get("enabled", True):
             entry["cells"] = random.choice(
-                ("none", "flat", "flat", "predicted", "flat:2")
+                ("none", "flat", "flat", "predicted", "flat:2", "changed+flat")
             )
         if not row.mrope and not row.packed and entry.get("enabled", True):
             entry |= (

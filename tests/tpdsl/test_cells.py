@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal
 
 import numpy
@@ -16,7 +17,7 @@ from tests.tpdsl.samples import call, images
 from vllm_autoprune.errors import StateError
 from vllm_autoprune.tpdsl.atoms.pools import _grid_cells
 from vllm_autoprune.tpdsl.atoms.signals import run_signal
-from vllm_autoprune.tpdsl.cells import Cells, kept_cells
+from vllm_autoprune.tpdsl.cells import Cells, digest_cells, kept_cells
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 
@@ -76,6 +77,56 @@ def test_cells_are_those_that_a_scan_one_by_one_drops(
     assert (found <= places).all() and (found[found] == found).all() and found[0] == 0
 
 
+@given(
+    st.integers(0, 2**32 - 1),
+    st.tuples(st.integers(1, 7), st.integers(1, 7)),
+    st.floats(0, 1),
+    st.sampled_from((0.5, 0.9, 1.0)),
+)
+def test_what_is_kept_and_the_picture_before_are_the_whole_picture(
+    seed: int, shape: tuple[int, int], changed: float, most: float
+) -> None:
+    """Of screens that change more or less, and are whole where they change too much."""
+    source = numpy.random.default_rng(seed)
+    kinds = source.integers(0, 8, (4, 4, 3, 4)).astype(numpy.uint8)
+    screens = [kinds[source.integers(0, 4, shape)]]
+    for _ in range(3):
+        new = kinds[source.integers(0, 4, shape)]
+        is_new = source.random(shape) < changed
+        screens.append(numpy.where(is_new[..., None, None, None], new, screens[-1]))
+    rule = Cells(rule="changed", most=most)
+    assert rule.find_anchors(screens[0]) is None
+    for before, screen in pairwise(screens):
+        equal = (digest_cells(screen) == digest_cells(before)).all(axis=2).ravel()
+        differ = (screen != before).any(axis=(2, 3, 4)).ravel()
+        assert (equal != differ).all()
+        anchors = rule.find_anchors(screen, equal)
+        differ[0] = True  # the first cell is always kept
+        assert (anchors is None) == (differ.sum() > most * differ.size)
+        if anchors is None:
+            continue
+        kept = kept_cells(anchors)
+        assert kept.tolist() == numpy.flatnonzero(differ).tolist()
+        rebuilt = before.copy().reshape(-1, *before.shape[2:])
+        rebuilt[kept] = screen.reshape(rebuilt.shape)[kept]
+        assert (rebuilt.reshape(screen.shape) == screen).all()
+        assert (anchors <= numpy.arange(anchors.size)).all()
+        assert (anchors[anchors] == anchors).all()
+
+
+def test_what_has_no_picture_before_it_or_changed_much_may_lose_blank_cells() -> None:
+    page = numpy.zeros((2, 5, 1, 1, 4), numpy.uint8)
+    page[1] = numpy.arange(20).reshape(5, 1, 1, 4)
+    rule = Cells(rule="changed+flat")
+    flat = Cells().find_anchors(page)
+    assert flat is not None and kept_cells(flat).tolist() == [0, 5, 6, 7, 8, 9]
+    for unchanged in (None, numpy.zeros(10, bool)):
+        anchors = rule.find_anchors(page, unchanged)
+        assert anchors is not None and anchors.tolist() == flat.tolist()
+    anchors = rule.find_anchors(page, numpy.arange(10) < 7)
+    assert anchors is not None and kept_cells(anchors).tolist() == [0, 7, 8, 9]
+
+
 @pytest.mark.parametrize("rule", ["flat", "predicted"])
 @parametrize_from_file("blank", "most", "kept")
 def test_a_blank_page_keeps_one_cell_and_where_little_is_blank_all_are_encoded(
@@ -111,6 +162,9 @@ def test_a_slow_gradient_is_not_followed() -> None:
         ("flat", Cells()),
         ("predicted", Cells(rule="predicted")),
         ("flat:2", Cells(tolerance=2)),
+        ("changed", Cells(rule="changed")),
+        ("changed+flat", Cells(rule="changed+flat")),
+        ("changed+flat:2", Cells(rule="changed+flat", tolerance=2)),
         ({"rule": "flat", "most": 0.5}, Cells(most=0.5)),
         ("none", None),
     ],

@@ -132,7 +132,8 @@ class Settings(BaseModel):
     cells: Cells | None = _flag(
         "RULE",
         "Cells of a picture that are dropped before the vision tower: `flat`, those of one colour "
-        "that their neighbours predict; `predicted`, all of these; `none`. Default: the state's.",
+        "that their neighbours predict; `predicted`, all of these; `changed`, those that the image "
+        "before has at the same place; `changed+flat`; `none`. Default: the state's.",
     )
     positions: Positions | None = _flag(
         "WHERE",

@@ -2,13 +2,15 @@
 
 A cell is the square of patches that becomes one token. It is predicted from its neighbours as in
 PixelPrune (arXiv:2604.00886, which published no code). With A to the left, B above and C above to
-the left, the prediction is B if A is like C and B is not, and A otherwise.
+the left, the prediction is B if A is like C and B is not, and A otherwise. Or it is predicted from
+the cell at its place in the picture before, as in a sequence of screenshots.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from hashlib import blake2b
 from typing import Literal
 
 import numpy
@@ -28,23 +30,35 @@ Anchors = NDArray[numpy.int32]
 """``(N,)``: for each cell of a grid in raster order, the index of the kept cell that stands for it:
 the cell itself or an earlier one."""
 
+Digests = NDArray[numpy.uint8]
+"""``(H, W, 16)``: digests of the pixels of a picture's cells."""
+
+
+CELLS_FIX = (
+    'give "flat", "predicted", "changed", "changed+flat", "none", or "flat:2" with a '
+    "tolerance up to 32"
+)
+
 
 class Cells(StatePart):
     """Extension: drop cells of a picture before the vision tower, and count K of the others.
 
     ``flat`` drops a cell of one colour that its neighbours predict: margins, and the background
     between lines. ``predicted`` drops every cell that its neighbours predict, and so also content
-    that repeats: of aligned check boxes it keeps one.
+    that repeats: of aligned check boxes it keeps one. ``changed`` drops a cell that is equal to the
+    one at its place in the image before, if both images have the same size; ``changed+flat`` drops
+    flat cells of an image that has none of its size before it, or has changed too much.
     """
 
-    rule: Literal["flat", "predicted"] = Field(
+    rule: Literal["flat", "predicted", "changed", "changed+flat"] = Field(
         default="flat", description="which predicted cells go"
     )
     tolerance: int = Field(
         default=0,
         ge=0,
         le=32,
-        description="grey levels by which pixels that are alike may differ; above 0 faint marks go",
+        description="grey levels by which pixels that are alike may differ; above 0 faint marks "
+        "go; an image is compared with the one before without it",
     )
     most: float = Field(
         default=0.9,
@@ -55,7 +69,7 @@ class Cells(StatePart):
 
     @classmethod
     def parse(cls, value: object, where: str) -> Cells | None:
-        """Parse ``flat``, ``predicted``, either with a tolerance as in ``flat:2``, or an object.
+        """Parse a rule, which may have a tolerance as in ``flat:2``, or an object.
 
         ``none`` gives None. Raises :class:`StateError`.
         """
@@ -65,27 +79,46 @@ class Cells(StatePart):
         if isinstance(value, str):
             if value == "none":
                 return None
-            match = re.fullmatch(r"(\w+)(?::(\d{1,3}))?", value, re.ASCII)
+            match = re.fullmatch(
+                r"(?!changed:)([\w+]+)(?::(\d{1,3}))?", value, re.ASCII
+            )
             fields = match and {"rule": match[1], "tolerance": int(match[2] or 0)}
         try:
             return cls.model_validate(fields)
         except ValidationError:
             what = f"{str(value)[:40]!r} is no rule for cells"
-            fix = 'give "flat", "predicted", "none", or "flat:2" with a tolerance up to 32'
-            raise StateError.of(where, what, fix, subject="cells") from None
+            raise StateError.of(where, what, CELLS_FIX, subject="cells") from None
 
     def __str__(self) -> str:
         return f"{self.rule}:{self.tolerance}" if self.tolerance else self.rule
 
-    def find_anchors(self, cells: NDArray[numpy.uint8]) -> Anchors | None:
+    @property
+    def compares(self) -> bool:
+        """Whether images are compared with the image before."""
+        return self.rule in ("changed", "changed+flat")
+
+    def find_anchors(
+        self,
+        cells: NDArray[numpy.uint8],
+        unchanged: NDArray[numpy.bool] | None = None,
+    ) -> Anchors | None:
         """Anchors of the cells ``(H, W, patches, channels, pixels)`` of a picture.
 
-        Returns None if the picture should be encoded whole. The first cell is always kept. A cell
-        is compared with the anchor of a neighbour instead of the neighbour itself, so that a chain
-        of small changes along a gradient does not drop cells that differ much from their anchor.
+        ``unchanged`` ``(N,)`` says which cells the image before has at the same place; None if it
+        is not compared. Returns None if the picture should be encoded whole. The first cell is
+        always kept. A cell is compared with the anchor of a neighbour instead of the neighbour
+        itself, so that a chain of small changes along a gradient does not drop cells that differ
+        much from their anchor. The anchor of an unchanged cell is the last kept cell before it.
         """
         height, width = cells.shape[:2]
         count = height * width
+        if unchanged is not None:
+            kept = numpy.where(unchanged, 0, numpy.arange(count, dtype=numpy.int32))
+            anchors: Anchors = numpy.maximum.accumulate(kept)
+            if len(kept_cells(anchors)) <= self.most * count:
+                return anchors
+        if self.rule == "changed":
+            return None
         cells = cells.reshape(count, *cells.shape[2:])
         contents = numpy.arange(count)
         if self.tolerance == 0:
@@ -93,7 +126,7 @@ class Cells(StatePart):
             if contents.max() + 1 > self.most * count:
                 return None
         droppable = numpy.ones(count, dtype=bool)
-        if self.rule == "flat":
+        if self.rule != "predicted":
             droppable = self._find_droppable(cells, contents)
         if count - droppable.sum() > self.most * count:
             return None
@@ -198,3 +231,11 @@ def _number_contents(cells: NDArray[numpy.uint8]) -> NDArray[numpy.intp]:
 def kept_cells(anchors: Anchors) -> NDArray[numpy.intp]:
     """The cells that stand for themselves, in raster order ``(M,)``."""
     return numpy.flatnonzero(anchors == numpy.arange(len(anchors)))
+
+
+def digest_cells(cells: NDArray[numpy.uint8]) -> Digests:
+    """Digests of the cells ``(H, W, ...)`` of a picture."""
+    height, width = cells.shape[:2]
+    contents = cells.reshape(height * width, -1)
+    digests = [blake2b(cell.tobytes(), digest_size=16).digest() for cell in contents]
+    return numpy.frombuffer(b"".join(digests), numpy.uint8).reshape(height, width, 16)

@@ -235,8 +235,8 @@ class PruningState(StatePart):
     cells: Cells | None = Field(
         default=None,
         exclude_if=lambda cells: cells is None,
-        description="extension: blank cells of a picture that are dropped before the vision tower; "
-        "null: none",
+        description="extension: blank or unchanged cells of a picture that are dropped before the "
+        "vision tower; null: none",
     )
     frames: Frames | None = Field(
         default=None,

@@ -16,10 +16,12 @@ from vllm.config import MultiModalConfig
 from tests.serving.engine import built
 from tests.serving.unit.samples import PLAN, element, feature, served
 from tests.serving.unit.sender import OTHER, Sender, picture
+from tests.serving.unit.test_history import FREE
 from vllm_autoprune import RequestError
 from vllm_autoprune.serving.api.cells import (
     _UNCOMPARED,
     EncodedImages,
+    SentImage,
     Trimming,
     _drop_cells,
 )
@@ -117,12 +119,120 @@ def test_an_image_that_comes_by_its_name_keeps_its_cells(folder: Any) -> None:
         sender.send([None], ["x"], cells="predicted")
 
 
+def screen(*places: int, seed: int = 0) -> Image.Image:
+    """A screen of 8 x 6 cells of noise, some of which are other noise, at places of the raster."""
+    drawn = picture(6 * UNIT, 8 * UNIT, seed)
+    for place in places:
+        corner = place % 6 * UNIT, place // 6 * UNIT
+        drawn.paste(picture(UNIT, UNIT, 100 + place), corner)
+    return drawn
+
+
+def test_of_a_screen_after_another_the_first_cell_and_what_changed_are_sent(
+    sender: Sender,
+) -> None:
+    """In raster order, as rows of the whole screen, as often as it is sent."""
+    shots = [screen(), screen(7, 20), screen(7, 20), screen(7, 8, seed=1)]
+    sent, again = (sender.send(shots, cells="changed") for _ in range(2))
+    assert [plan.tokens for plan in sent.plans] == sent.lengths == [48, 3, 1, 48]
+    assert again.identities == sent.identities and again.plans == sent.plans
+    assert len(set(sent.identities)) == 4
+    unpruned = sender.send(shots, cells="none").identities
+    assert [a == b for a, b in zip(sent.identities, unpruned, strict=True)] == [
+        *(True, False, False, True)
+    ]
+    sender.cache = None
+    rows = [
+        sender.process(shots[:2], cells=rule)["mm_kwargs"]["image"][1]
+        for rule in ("none", "changed")
+    ]
+    all_rows, kept_rows = (data["pixel_values"].data.split(4) for data in rows)
+    for kept, place in zip(kept_rows, (0, 7, 20), strict=True):
+        assert torch.equal(kept, all_rows[place])
+    anchors = torch.arange(48).clamp(max=20)
+    anchors[1:7] = 0
+    anchors[7:20] = 7
+    assert rows[1][CELLS_FIELD].data.tolist() == anchors.tolist()
+
+
+def test_turns_that_are_added_change_nothing_of_a_screen_before_them(
+    sender: Sender,
+) -> None:
+    """Also where one picture object is sent several times."""
+    start = screen()
+    second = screen(3)
+    shots = [start, second, start, start, screen(4), second]
+    every = sender.send(shots, cells="changed")
+    for count in range(1, len(shots)):
+        fewer = sender.send(shots[:count], cells="changed")
+        assert fewer.identities == every.identities[:count]
+        assert fewer.plans == every.plans[:count]
+    assert every.lengths == [48, 2, 2, 1, 2, 3]
+
+
+def test_a_screen_after_other_screens_is_another_image(sender: Sender) -> None:
+    """Even if the same cells are kept, and so the same rows."""
+    shot = screen(5)
+    after = [screen(), screen(5, 6), screen(6, seed=2), shot, page()]
+    sent = [sender.send([before, shot], cells="changed") for before in after]
+    assert [made.lengths[1] for made in sent] == [2, 2, 48, 1, 48]
+    sent += [sender.send([screen(5, 7), shot], cells="changed")]
+    pruned = [made for made in sent if made.lengths[1] < 48]
+    assert len({made.identities[1] for made in pruned}) == len(pruned) == 4
+    fewer = [sender.send([before, shot], cells="changed", budget=1) for before in after]
+    assert len({made.plans[1].key for made in fewer}) == 4  # two are whole
+    named = sender.send([screen(), shot], cells="changed+flat")
+    assert named.identities[1] not in {made.identities[1] for made in sent}
+
+
+def test_screens_of_unlike_size_are_not_compared(sender: Sender) -> None:
+    lower = screen().crop((0, 0, 6 * UNIT, 7 * UNIT))
+    turned = screen().transpose(Image.Transpose.TRANSPOSE)
+    sent = sender.send([screen(), lower, turned, turned], cells="changed")
+    assert sent.lengths == [48, 42, 48, 1]
+    blank = sender.send([screen(), page(), lower, page()], cells="changed+flat")
+    assert blank.lengths == [48, 6, 42, 6]
+
+
+def test_a_screen_whose_predecessor_comes_by_its_name_is_compared_with_it(
+    folder: Any,
+) -> None:
+    def serve() -> Sender:
+        return Sender(folder, budget=1000).with_cache()
+
+    sender = serve()
+    shots = [screen(), screen(1), screen(1, 2)]
+    expected = serve().send(shots, cells="changed")
+    sender.send(shots[:1], ["a"], cells="changed")
+    sender.send([None, shots[1]], ["a", "b"], cells="changed")
+    sent = sender.send([None, None, shots[2]], ["a", "b", "c"], cells="changed")
+    assert sent.identities == expected.identities and sent.plans == expected.plans
+    forgetful = serve()
+    forgetful.send(shots[:1], ["a"], cells="flat")
+    with pytest.raises(RequestError, match=r"compared with it -> send the picture"):
+        forgetful.send([None, shots[1]], ["a", "b"], cells="changed")
+
+
+def test_a_screen_that_is_retired_keeps_its_core(folder: Any) -> None:
+    """Of the cells that are sent; all of them, where there are no more than the core has."""
+    sender = Sender(folder, 1000, placeholder="<|image_pad|> what", **FREE)
+    shots = [screen(), screen(*range(1, 10)), screen(), screen(2)]
+    rules: dict[str, Any] = {"cells": "changed", "history": "1:4"}
+    sent = sender.send(shots, **rules)
+    assert [f"{plan.part} {plan.budget} of {plan.tokens}" for plan in sent.plans] == [
+        *("core 4 of 48", "core 4 of 10", "core 4 of 10", "whole 2 of 2")
+    ]
+    added = sender.send([*shots, screen(2, 3)], **rules)
+    assert added.identities[:4] == sent.identities
+
+
 @pytest.mark.parametrize("name", ["internvl", "glm_ocr"])
 def test_models_that_encode_whole_images_refuse_rules(name: str) -> None:
     """At start: ``test_startup_rules.py``."""
     sender = Sender(built(name), budget=1, placeholder="")
-    with pytest.raises(RequestError, match="no cell can be dropped: this model"):
-        sender.send([OTHER], cells="flat")
+    for rule in ("flat", "changed"):
+        with pytest.raises(RequestError, match="no cell can be dropped: this model"):
+            sender.send([OTHER], cells=rule)
 
 
 # ---- cells that another process, or a client, has made ----
@@ -215,5 +325,6 @@ def test_an_image_that_comes_by_its_name_alone_is_no_other_image() -> None:
     """Its cells are forgotten: no cache may hold it under its name, nor under another's."""
     images = EncodedImages(lambda picture, arguments: BatchFeature(), size=4)
     trimming = Trimming(Cells())
-    names = [images.find(trimming, digest, None, {}).digest for digest in "ab"]
+    sent = [SentImage(digest, None) for digest in "ab"]
+    names = [images.find(trimming, image, None, {}).digest for image in sent]
     assert len({*names, *"ab"}) == 4

@@ -25,7 +25,7 @@ from vllm_autoprune.tpdsl.tokens import POSITIONS
 _PREFIX = f"x-{REQUEST_FIELD}"
 HEADERS = {
     f"{_PREFIX}-budget": 'a budget, such as "64" or "1/8"',
-    f"{_PREFIX}-cells": '"flat", "predicted" or "none"',
+    f"{_PREFIX}-cells": 'a rule such as "flat" or "changed", or "none"',
     f"{_PREFIX}-enabled": '"true" or "false"',
     f"{_PREFIX}-history": 'a rule such as "2:1/8", or "none"',
     f"{_PREFIX}-positions": f"one of {', '.join(POSITIONS)}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -110,6 +111,20 @@ def with_images(
 ) -> MultiModalDataItems:
     """The items of a request with its images replaced by ``images``."""
     return MultiModalDataItems({**items, "image": ImageProcessorItems(images)})
+
+
+def separate_images(inputs: ProcessorInputs) -> ProcessorInputs:
+    """Inputs in which no picture is the same object twice, because trimming finds them by id."""
+    if not can_prune(inputs.mm_data_items):
+        return inputs
+    items = inputs.mm_data_items["image"]
+    images: list[object] = []
+    seen = set[int]()
+    for picture, image in zip(items.get_all(), items.data, strict=True):
+        is_repeated = picture is not None and id(picture) in seen
+        images.append(copy(picture) if is_repeated else image)
+        seen.add(id(picture))
+    return replace(inputs, mm_data_items=with_images(inputs.mm_data_items, images))
 
 
 def resize_images(

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from vllm.multimodal.parse import ImageProcessorItems, VideoProcessorItems
@@ -20,6 +21,7 @@ from vllm_autoprune.serving.api.budgets import RequestBudgets, check_fields
 from vllm_autoprune.serving.api.cells import (
     EncodedImages,
     Process,
+    SentImage,
     Trimming,
     find_trimming,
 )
@@ -284,10 +286,14 @@ class RequestPlanner:
         trimming = find_trimming(images.budgets)
         if trimming is None:
             return images, counts, None
+        sent = [
+            SentImage(digest, images.items.get(i))
+            for i, digest in enumerate(images.digests)
+        ]
         digests = []
-        for i, digest in enumerate(images.digests):
-            picture = images.items.get(i)
-            encoded = self._encoded.find(trimming, digest, picture, kwargs)
+        for i, (before, image) in enumerate(pairwise([None, *sent])):
+            assert image is not None
+            encoded = self._encoded.find(trimming, image, before, kwargs)
             digests.append(encoded.digest)
             counts[i] = replace(counts[i], remaining=encoded.tokens)
         return replace(images, digests=digests), counts, trimming

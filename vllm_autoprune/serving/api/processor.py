@@ -28,6 +28,7 @@ from vllm_autoprune.serving.api.image_cache import RenderedItem, Rendering, Wait
 from vllm_autoprune.serving.api.image_tensors import (
     SeparateImages,
     resize_images,
+    separate_images,
     with_images,
 )
 from vllm_autoprune.serving.api.media import PlannedItem
@@ -185,7 +186,7 @@ class PrunedProcessor(SeparateImages):
         fields = kwargs.pop(REQUEST_FIELD, None)
         is_profile = kwargs.pop(_PROFILE, None) is _PROFILING
         salt = kwargs.pop(SALT, None)
-        inputs = replace(inputs, hf_processor_mm_kwargs=kwargs)
+        inputs = separate_images(replace(inputs, hf_processor_mm_kwargs=kwargs))
         if is_profile:
             plan = self._planner.plan_profiling(inputs)
         else:

@@ -24,7 +24,7 @@ from vllm_autoprune.serving.history import HISTORY_FIX, History
 from vllm_autoprune.serving.plan import ENTRY, KWARGS, REQUEST_FIELD, Chooser
 from vllm_autoprune.serving.request_rules import Detail
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET, BudgetCall
-from vllm_autoprune.tpdsl.cells import Cells
+from vllm_autoprune.tpdsl.cells import CELLS_FIX, Cells
 from vllm_autoprune.tpdsl.loading import escape_unprintable, suggest_name
 from vllm_autoprune.tpdsl.tokens import POSITIONS, Positions
 
@@ -90,7 +90,7 @@ _FIX = {
     "budget": 'give 64, a share such as "1/8", "12.5%" or "1/8:64-640", [64, "1/8"] with one an '
     'image, or {"shared": 96} for all images',
     "state": 'give a shipped name such as "visionzip", or a whole state as an object',
-    "cells": 'give "flat", "predicted", "none", or "flat:2" with a tolerance up to 32',
+    "cells": CELLS_FIX,
     "enabled": "give true or false",
     "keep": 'give "state", "reference", "random" or "resized"',
     "positions": f"give {', '.join(POSITIONS)}",
