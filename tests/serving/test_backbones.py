@@ -41,6 +41,7 @@ pytestmark = pytest.mark.engine
 LIKE_ANOTHER = (
     "qwen3_vl_moe",
     "qwen3_5_moe",
+    "qwen3_omni_moe",
     "cosmos3_omni",
     "cosmos3_edge",
     "cohere_compass",
@@ -189,12 +190,15 @@ def test_free_shares_follow_the_tile_that_shows_something(backbone: str) -> None
         assert lengths == [unpruned["prompt_tokens"] - 5 * 9 + 10] * 2
 
 
+@pytest.mark.parametrize(
+    ("backbone", "tokens"), [("qwen2_5_omni", 132), ("qwen3_omni_moe", 90)]
+)
 @in_engine
-def test_audio_beside_a_pruned_image_is_untouched() -> None:
+def test_audio_beside_a_pruned_image_is_untouched(backbone: str, tokens: int) -> None:
     """The same rows of it, whatever K is; with K >= N the answer of the whole image."""
     engine = start(
         {"state": "cen_divprune", "budget": 8, "requests": "budget"},
-        model=built("qwen2_5_omni"),
+        model=built(backbone),
         dtype="float32",
         max_model_len=1024,
         limit_mm_per_prompt={"image": 1, "audio": 1, "video": 0},
@@ -211,7 +215,7 @@ def test_audio_beside_a_pruned_image_is_untouched() -> None:
     audio, image = (model.get_placeholder_str(kind, 1) for kind in ("audio", "image"))
     noise = numpy.random.default_rng(0).normal(size=16000)
     answers = []
-    for entry in ({"enabled": False}, {"budget": 132}, {"budget": 8}):
+    for entry in ({"enabled": False}, {"budget": tokens}, {"budget": 8}):
         engine.empty_caches()
         request = raw_prompt(
             f"user {audio} {image} what is blue you", picture(330, 300, 4), **entry
@@ -220,7 +224,7 @@ def test_audio_beside_a_pruned_image_is_untouched() -> None:
         answers += engine.generate([request])
     unpruned, kept_all, pruned = answers
     assert kept_all == unpruned
-    assert pruned["prompt_tokens"] == unpruned["prompt_tokens"] - 132 + 8
+    assert pruned["prompt_tokens"] == unpruned["prompt_tokens"] - tokens + 8
     assert pruned["logprob"] != unpruned["logprob"]
     assert len(sounds) == 3 and torch.equal(sounds[0], sounds[1])
     assert torch.equal(sounds[0], sounds[2])

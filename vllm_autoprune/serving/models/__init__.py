@@ -285,6 +285,7 @@ _INTERNVL_CHAT = (
 _WINDOWS = (
     "has layers with sliding windows, which reach back by tokens and not by positions"
 )
+_NORMALISED = "gets pixels that are normalised before, and cannot be compared"
 _PLACES_WHOLE = "places the patches of whole images only"
 _MARKS = "the tokens that begin and end an image around every item"
 _TEXT = "text around the tiles of every item"
@@ -328,7 +329,14 @@ BACKBONES: dict[str, Backbone] = {
             _FULL,
             within="thinker_config.",
             architectures=("Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration"),
-            whole_only="gets pixels that are normalised before, and cannot be compared",
+            whole_only=_NORMALISED,
+        ),
+        _qwen(
+            "qwen3_omni_moe",
+            "Qwen3OmniMoeThinkerForConditionalGeneration",
+            within="thinker_config.",
+            architectures=("Qwen3OmniMoeForConditionalGeneration",),
+            whole_only=_NORMALISED,
         ),
         _ocr("paddleocr_vl", "PaddleOCRVLForConditionalGeneration", mrope=True),
         _ocr("lightonocr", "LightOnOCRForConditionalGeneration", fields=()),

@@ -1,12 +1,13 @@
 """Qwen-VL, GLM-4.xV and similar models: images of any size, patches merged four to one, M-RoPE.
 
-Their videos are pruned too, but not those of Qwen2.5-Omni, Cosmos 3 Edge, Cohere Compass, GLM-OCR.
+Their videos are pruned too, but not those of Qwen-Omni, Cosmos 3 Edge, Cohere Compass, GLM-OCR.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 from transformers.models.glm4v.image_processing_glm4v import smart_resize
@@ -28,6 +29,9 @@ from vllm.model_executor.models.qwen2_vl import Qwen2VLForConditionalGeneration
 from vllm.model_executor.models.qwen3_5 import (
     Qwen3_5ForConditionalGeneration,
     Qwen3_5MoeForConditionalGeneration,
+)
+from vllm.model_executor.models.qwen3_omni_moe_thinker import (
+    Qwen3OmniMoeThinkerForConditionalGeneration,
 )
 from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
 from vllm.model_executor.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration
@@ -77,6 +81,8 @@ class _Qwen3Vision(GridVision):
     """Qwen3-VL, Qwen3.5 and Cosmos 3; rows of later layers (deepstack) are pruned as well."""
 
     merger_name = "visual.merger"
+    level_mergers: ClassVar[str] = "visual.deepstack_merger_list"
+    """Dotted name of the mergers of the deepstack levels."""
     video_token = "video_token_id"
     dates_frames = True
 
@@ -88,8 +94,16 @@ class _Qwen3Vision(GridVision):
     def find_merger(self) -> Merger:
         """The merger of the last block; norms are taken at the first deepstack merger."""
         merger = super().find_merger()
-        levels = self._model.visual.deepstack_merger_list
+        levels = attrgetter(self.level_mergers)(self._model)
         return merger._replace(scored=next(iter(levels), merger.module))
+
+
+class _Qwen3OmniVision(_Qwen3Vision):
+    """Qwen3-Omni, whose videos may have sound among their tokens: they are left whole."""
+
+    level_mergers = "visual.merger_list"
+    video_token = ""
+    dates_frames = False
 
 
 class _Cosmos3EdgeVision(GridVision):
@@ -200,4 +214,9 @@ AutopruneGlmOcrForConditionalGeneration = prune_grid(
 )
 AutopruneQwen2_5OmniThinkerForConditionalGeneration = prune_grid(
     Qwen2_5OmniThinkerForConditionalGeneration, _Qwen2_5OmniVision
+)
+AutopruneQwen3OmniMoeThinkerForConditionalGeneration = prune_grid(
+    Qwen3OmniMoeThinkerForConditionalGeneration,
+    _Qwen3OmniVision,
+    merger="Qwen3_VisionPatchMerger",
 )
