@@ -1,8 +1,8 @@
 """`python -m benchmarks.cost agents`: tokens that a conversation of screenshots computes, by turn.
 
 Mini-Qwen3-VL, whose weights do not matter here, gets a screenshot of about 1,000 tokens a turn and
-answers in 150. Every arm is a conversation of its own, with whole images on a stock server or in
-history mode, or by a client that drops old ones.
+answers in 150. Every arm is a conversation of its own about the same session: with whole images on
+a stock server, by a client that drops old ones, in history mode, and without unchanged cells.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 
 from benchmarks import BenchmarkError
 from benchmarks.common.report import log_progress
-from benchmarks.common.requests import crop_pictures, encode_picture
+from benchmarks.common.requests import encode_picture
+from benchmarks.common.screens import draw_screens
 from benchmarks.cost.turns import Table
 from benchmarks.server import Server, serve
 from benchmarks.yardsticks.examples import CHECKPOINTS
@@ -36,6 +37,12 @@ _STOCK: Mapping[str, Mapping[str, object] | int] = {
 _OURS: Mapping[str, Mapping[str, object] | int] = {
     "newest whole, older core 128": {"budget": "100%", "history": "1:128"},
     "newest N/2, older core 128": {"budget": "1/2", "history": "1:128"},
+    "changed cells": {"budget": "100%", "cells": "changed"},
+    "changed cells, older core 128": {
+        "budget": "100%",
+        "cells": "changed",
+        "history": "1:128",
+    },
 }
 """Conversations, each with its pruning entry, or the images that its client keeps."""
 
@@ -45,7 +52,7 @@ _WORD = 395
 """Token of " red", the only one of a reply: its text has to become the same tokens again."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "--turns": {"type": int, "default": 20, "help": "of a conversation"},
+    "--turns": {"type": int, "default": 20, "help": "of a conversation, at most 20"},
     "--out": {"type": Path, "default": Path("out/agents"), "help": "folder of logs"},
 }
 
@@ -54,8 +61,8 @@ def run(options: argparse.Namespace) -> int:
     """Measure, and print rows of ``docs/data``."""
     options.out.mkdir(parents=True, exist_ok=True)
     table = Table()
-    pictures = crop_pictures(0, options.turns, 1120, 700)
-    screens = [encode_picture(picture, "jpeg") for picture in pictures]
+    pictures = draw_screens(options.turns, 1120, 700)
+    screens = [encode_picture(picture) for picture in pictures]
     figures: dict[str, tuple[int, int, int]] = {}
     for flags, arms in (((), _STOCK), (_PRUNED, _OURS)):
         log = options.out / f"{len(flags)}.log"
