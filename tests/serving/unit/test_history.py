@@ -13,6 +13,7 @@ from tests.serving.unit.sender import LARGE, OTHER, SMALL, Processed, Sender, pi
 from tests.tables import parametrize_from_file
 from vllm_autoprune import RequestError
 from vllm_autoprune.selftest.backbones import TINY_MODELS
+from vllm_autoprune.serving.api.engine_requests import _RECOMPUTED_TOKENS
 from vllm_autoprune.serving.history import History
 from vllm_autoprune.serving.request_rules import RequestRules
 
@@ -66,22 +67,29 @@ def test_the_newest_images_keep_k_and_older_ones_their_core(
 def test_a_turn_keeps_its_prefix_up_to_the_first_core_that_loses_its_delta(
     folder: Any, rule: str, budget: int | str
 ) -> None:
-    """All of the turn before, where it retires none."""
+    """All of the turn before, where it retires none; what is computed again is counted."""
     history = History.parse(rule, "")
     sender = serve(folder, rule, budget)
-    turns = [sender.send(SHOTS[:count]) for count in range(1, len(SHOTS) + 1)]
+    turns = []
+    counted = []
+    for end in range(1, len(SHOTS) + 1):
+        total = _RECOMPUTED_TOKENS._value.get()
+        turns.append(sender.send(SHOTS[:end]))
+        counted.append(_RECOMPUTED_TOKENS._value.get() - total)
     for count, (sent, later) in enumerate(pairwise(turns), 1):
         before = key_tokens(sender, sent)
         after = key_tokens(sender, later)
         pairs = zip(before, after, strict=False)
         common = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
+        recomputed = 0
         expected = len(before) - 1  # up to the question
         retired = history.count_retired(count)
         if history.count_retired(count + 1) > retired and rule != "1:100%":
             cores = [i for i, plan in enumerate(sent.plans) if plan.part == "core"]
             core = cores[retired]
             expected = before.index((sent.identities[core], CORE - 1)) + 1
-        assert common == expected
+            recomputed = after.index((later.identities[-2], 0)) - expected
+        assert (common, counted[count]) == (expected, recomputed)
 
 
 def test_a_retired_image_is_the_same_in_every_conversation(folder: Any) -> None:

@@ -67,6 +67,12 @@ _RECALLED_TOKENS = Counter(
     "Kept visual tokens that later turns of a conversation recalled, beside those of its images.",
 )
 
+_RECOMPUTED_TOKENS = Counter(
+    "autoprune_history_recomputed_tokens",
+    "Prompt tokens that were computed again because their turn retired images: those between the "
+    "core of the first one and the newest image.",
+)
+
 
 @cache
 def make_kv_bytes_counter() -> Counter:
@@ -95,6 +101,9 @@ class RequestCounts:
     plans: Sequence[ItemPlan] = ()
     """Plans of all items of the images."""
 
+    recomputed: int = 0
+    """Number of prompt tokens that are computed again because images are retired."""
+
     def add(self, videos: Sequence[ItemPlan]) -> None:
         """Count the request; ``videos`` are the plans of its pruned videos."""
         tokens = sum(count.tokens for count in self.images)
@@ -108,6 +117,7 @@ class RequestCounts:
         _TOKENS.labels("after").inc(kept_tokens)
         for part, counter in (("core", _CORE_TOKENS), ("recall", _RECALLED_TOKENS)):
             counter.inc(sum(plan.budget for plan in self.plans if plan.part == part))
+        _RECOMPUTED_TOKENS.inc(self.recomputed)
         _VIDEO_TOKENS.labels("before").inc(video_tokens)
         _VIDEO_TOKENS.labels("after").inc(kept_video_tokens)
         if self.kv_bytes is not None:

@@ -114,6 +114,36 @@ def align_core(start: int, budget: int, core: int, block: int) -> int:
     )
 
 
+def count_recomputed(
+    ids: Sequence[int],
+    image_token: int,
+    slots: Sequence[Slot],
+    reduced: Sequence[int],
+    newest: int,
+) -> int:
+    """Number of tokens between the first core that has lost its delta and image ``newest``.
+
+    ``ids`` has one image token per item, and ``reduced`` are the images that this turn retires. The
+    turn before had these tokens at other positions, so that their KV is computed again.
+    """
+    if not reduced:
+        return 0
+    items = iter(slots)
+    position = 0
+    begin: int | None = None
+    for token in ids:
+        if token != image_token:
+            position += 1
+            continue
+        slot = next(items)
+        if slot.image == newest:
+            break
+        position += slot.budget
+        if begin is None and slot.image in reduced:
+            begin = position
+    return 0 if begin is None else position - begin
+
+
 # Recall: a later user turn without an image gets more tokens of the images before it.
 #
 # The tokens are chosen by the turn's own text among those that are not kept yet. They stand before
@@ -243,14 +273,15 @@ class PromptLayout:
         images: Media,
         plans: Sequence[ItemPlan],
         reads: Sequence[bool],
-    ) -> tuple[Sequence[int], list[Slot]]:
+    ) -> tuple[Sequence[int], list[Slot], int]:
         """Token ids and items of the prompt, with an image token for each item.
 
-        ``reads`` says for each plan whether its policy reads the instruction.
+        ``reads`` says for each plan whether its policy reads the instruction. Also returns the
+        number of tokens that are computed again because this turn retires images.
         """
         prompt, slots = self._add_recalls(inputs.prompt, images, plans)
         if set(inputs.mm_data_items) != {"image"}:
-            return prompt, slots
+            return prompt, slots, 0
         if images.budgets.history is not None:
             return self._retire(prompt, slots, images.budgets, plans)
         cores = [
@@ -258,8 +289,8 @@ class PromptLayout:
             for plan, reads_it in zip(plans, reads, strict=True)
         ]
         if not any(cores):
-            return prompt, slots
-        return self._split(prompt, slots, images, cores)
+            return prompt, slots, 0
+        return *self._split(prompt, slots, images, cores), 0
 
     def _add_recalls(
         self, prompt: Sequence[int], images: Media, plans: Sequence[ItemPlan]
@@ -332,7 +363,7 @@ class PromptLayout:
         slots: list[Slot],
         budgets: RequestBudgets,
         plans: Sequence[ItemPlan],
-    ) -> tuple[Sequence[int], list[Slot]]:
+    ) -> tuple[Sequence[int], list[Slot], int]:
         """The prompt and its items in history mode: cores of retired images, the others split.
 
         A core has exactly K_c tokens, whatever the blocks: its tokens must not depend on where it
@@ -343,7 +374,7 @@ class PromptLayout:
         starts = self._find_images(prompt, slots)
         is_split = plans[0].runs_policy and state.possible_core is not None
         if history is None or starts is None or not is_split:
-            return prompt, slots
+            return prompt, slots, 0
         retired = history.count_retired(len(plans))
         groups: list[int] = []
         for i, text in enumerate(self._read_text_before(prompt, starts)):
@@ -358,7 +389,15 @@ class PromptLayout:
             elif slot.part == "whole" and not plans[slot.image].keeps_all:
                 slot = Slot(slot.image, core, "core", core)
             divided.append(slot)
-        return split_slots(prompt, self.token, divided, 1) or (prompt, slots)
+        ids, items = split_slots(prompt, self.token, divided, 1) or (prompt, slots)
+        newest = groups.index(groups[-1])
+        plan = plans[-1]
+        reduced = list[int]()
+        # Otherwise an image has nothing but its core from the start.
+        if plan.keeps_all or history.count_core(state, plan.budget) < plan.budget:
+            new = range(history.count_retired(newest), retired)
+            reduced = [i for i in new if not plans[i].keeps_all]
+        return ids, items, count_recomputed(ids, self.token, items, reduced, newest)
 
     def _find_images(
         self, prompt: Sequence[int], slots: Sequence[Slot]

@@ -238,7 +238,7 @@ class RequestPlanner:
             )
         images = replace(images, texts=texts)
         plans = self._ask(images, plans)
-        prompt, slots = self._layout.arrange(inputs, images, plans, reads)
+        prompt, slots, recomputed = self._layout.arrange(inputs, images, plans, reads)
         items = self._make_items(images, plans, reads, sizes, slots)
         return replace(
             plan,
@@ -249,7 +249,10 @@ class RequestPlanner:
             sizes=tuple(sizes),
             trimming=trimming,
             counts=replace(
-                plan.counts, images=counts, plans=[item.plan for item in items]
+                plan.counts,
+                images=counts,
+                plans=[item.plan for item in items],
+                recomputed=recomputed,
             ),
         )
 
