@@ -22,7 +22,8 @@ ROOM_OF_COUNT = 50
 """Room for the number of hypotheses that are not listed."""
 
 _TITLE = (
-    "Hypotheses: the parent, if it is listed; the verdict that was expected; of earlier rounds "
+    "Hypotheses: the parent, or the candidate whose tokens and rows it has, if that is listed; the "
+    "verdict that was expected; of earlier rounds "
     "what changed in the parent, if that is short; the difference to the parent that tests it:"
 )
 
@@ -88,7 +89,8 @@ class Hypotheses:
             change = "" if is_latest else self._describe_step(trial, printed)
             if not (is_latest or change or name in printed):
                 continue
-            described = _describe_hypothesis(trial, is_latest, change, printed)
+            parent = self._name_parent(trial, printed)
+            described = _describe_hypothesis(trial, is_latest, change, parent)
             line = f"- {described} => {outcome.text}"
             room -= len(line) + 1
             if room < 0:
@@ -97,6 +99,13 @@ class Hypotheses:
             yield line
         if listed < len(self._outcomes):
             yield f"{len(self._outcomes) - listed} more hypotheses are not listed."
+
+    def _name_parent(self, trial: Trial, printed: Collection[str]) -> str:
+        """The parent, or the candidate that it duplicates, whichever is printed; else empty."""
+        name = _parent_of(trial)
+        measured = self.history.find_measured(name)
+        names = [name, measured.name if measured is not None else ""]
+        return next((name for name in names if name in printed), "")
 
     def _describe_step(self, trial: Trial, printed: Collection[str]) -> str:
         """What a candidate changed of its parent, if that is short; else empty.
@@ -150,19 +159,19 @@ def _parent_of(trial: Trial) -> str:
 
 
 def _describe_hypothesis(
-    trial: Trial, is_latest: bool, change: str, printed: Collection[str]
+    trial: Trial, is_latest: bool, change: str, parent: str
 ) -> str:
-    """Name, parent, expectation and change of a candidate, and its hypothesis.
+    """Name, ``parent``, expectation and change of a candidate, and its hypothesis.
 
-    ``is_latest``: whether to add the purpose. A parent of earlier candidates has to be ``printed``.
+    ``is_latest``: whether to add the purpose, and the parent whatever is printed.
     """
     hypothesis = trial.proposal.hypothesis
     assert hypothesis is not None
-    parent = _parent_of(trial)
     details = f"expected {hypothesis.expect}"
     if is_latest:
-        details = f"{hypothesis.purpose or 'no purpose'} of {parent}, {details}"
-    elif parent in printed:
+        purpose = hypothesis.purpose or "no purpose"
+        details = f"{purpose} of {parent or _parent_of(trial)}, {details}"
+    elif parent:
         details = f"of {parent}, {details}"
     if change:
         details += f"; {change}"

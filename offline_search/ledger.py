@@ -190,6 +190,11 @@ class TrialRecord(_CandidateRecord):
     kind: Literal["trial"] = "trial"
     status: Status
     same_as: str = ""
+    rival: str = Field(
+        default="",
+        exclude_if=lambda name: not name,
+        description="the better candidate of the race that dropped this one",
+    )
     reason: str = ""
     examples: int = Field(
         default=0, description="number of answers evaluated, over all budgets"

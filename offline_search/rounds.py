@@ -12,7 +12,7 @@ import numpy as np
 
 from offline_search.candidates import BASE_PARENT, Draft
 from offline_search.dataset import cut_blocks
-from offline_search.differences import Difference, compare, count_decimals
+from offline_search.differences import Difference, compare
 from offline_search.evaluator import EvaluationJob, RecordedEvaluator
 from offline_search.history import Answers, History, Trial, rounded_mean
 from offline_search.ledger import (
@@ -70,6 +70,15 @@ class _Race(NamedTuple):
     leader: str
     leader_values: Floats
     resolution: float
+    decimals: int
+
+    def describe(self, gap: Difference, questions: int) -> str:
+        """Difference of a dropped candidate from the one that it was compared with."""
+        error = "unknown"
+        if math.isfinite(gap.error):
+            error = f"{gap.error:.{self.decimals}f}"
+        value = f"{gap.value:+z.{self.decimals}f}"
+        return f"{value} ± {error} on the same {questions} questions"
 
 
 @dataclass
@@ -166,7 +175,12 @@ class RoundEvaluator:
             if stop < len(self._questions):
                 values = history.values_of(leader)
                 assert values is not None, "a leader was measured"
-                race = _Race(leader, values[self._block][:stop], history.resolution)
+                race = _Race(
+                    leader,
+                    values[self._block][:stop],
+                    history.resolution,
+                    history.count_decimals(),
+                )
                 self._drop_losers(candidates, race, divisor)
             start = stop
         self._forget_failures(candidates)
@@ -373,11 +387,13 @@ class RoundEvaluator:
             elif race.resolution and gap.verdict(race.resolution) == "same":
                 reason = "tied with"
             if reason:
-                figures = _describe_gap(gap, len(values))
+                figures = race.describe(gap, len(values))
                 reason = (
                     f"{reason} {race.leader}, the leader before the round: {figures}"
                 )
-                candidate.result = self._result(candidate, "dropped", reason=reason)
+                candidate.result = self._result(
+                    candidate, "dropped", rival=race.leader, reason=reason
+                )
             else:
                 undecided.append((candidate, values))
         undecided.sort(key=lambda entry: -float(entry[1].mean()))
@@ -385,11 +401,14 @@ class RoundEvaluator:
         for place, (candidate, values) in enumerate(undecided[best:], best + 1):
             last, values_of_last = undecided[best - 1]
             gap = compare(self._questions[: len(values)], values, values_of_last)
+            rival = last.proposal.name
             reason = (
-                f"outranked, at place {place} of {len(undecided)}, by {last.proposal.name} at "
-                f"place {best}, the last to go on: {_describe_gap(gap, len(values))}"
+                f"outranked, at place {place} of {len(undecided)}, by {rival} at place {best}, the "
+                f"last to go on: {race.describe(gap, len(values))}"
             )
-            candidate.result = self._result(candidate, "dropped", reason=reason)
+            candidate.result = self._result(
+                candidate, "dropped", rival=rival, reason=reason
+            )
 
     def _result(
         self,
@@ -397,6 +416,7 @@ class RoundEvaluator:
         status: Status,
         *,
         same_as: str = "",
+        rival: str = "",
         reason: str = "",
     ) -> TrialRecord:
         """The record of the candidate's result; scores are means over the budgets."""
@@ -405,6 +425,7 @@ class RoundEvaluator:
             index=candidate.proposal.index,
             status=status,
             same_as=same_as,
+            rival=rival,
             reason=reason[:500],
             examples=sum(map(len, candidate.answers)),
         )
@@ -417,15 +438,6 @@ class RoundEvaluator:
             "accuracy": rounded_mean(accuracies),
         }
         return record.model_copy(update=update)
-
-
-def _describe_gap(gap: Difference, questions: int) -> str:
-    """Difference of a dropped candidate from the one that it was compared with."""
-    decimals = count_decimals(gap.error)
-    error = "unknown"
-    if math.isfinite(gap.error):
-        error = f"{gap.error:.{decimals}f}"
-    return f"{gap.value:+z.{decimals}f} ± {error} on the same {questions} questions"
 
 
 _C = TypeVar("_C", bound=_Candidate)

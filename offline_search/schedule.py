@@ -101,8 +101,8 @@ class EvaluationBudget:
                 if settings.has_fixed_evaluations:
                     spent_half = "half of the answers"
                 ending = (
-                    f"Another follows, unless, past {spent_half}, {_IDLE_ROUNDS} in a row found "
-                    "nothing better by more than the resolution."
+                    f"Another follows, unless, past {spent_half}, {_IDLE_ROUNDS} rounds in a row "
+                    "found nothing better by more than the resolution."
                 )
         return f"{round_text} {ending} {self._describe_cost(number, resolution)}."
 
@@ -137,8 +137,8 @@ class EvaluationBudget:
         tied = ""
         if resolution:
             tied = (
-                ", those tied with it, by a difference and two standard errors within the "
-                "resolution"
+                ", those tied with it, whose difference and whose two standard errors are each "
+                "within the resolution"
             )
         return (
             f". After {' and after '.join(counts)} of them candidates are dropped: those behind "

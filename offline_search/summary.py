@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
@@ -250,7 +250,9 @@ class _Summary:
         names = [trial.result.same_as for trial in tested]
         names += [name for trial in tested for name in trial.proposal.parents[:1]]
         parents = [history.find_measured(name) for name in names]
+        measured = [trial for trial in (*parents, *tested) if trial is not None]
         names += [trial.name for trial in parents if trial is not None]
+        names += [trial.result.rival for trial in measured]
         for name in names:
             trial = history.find(name)
             if trial is not None and trial is not history.base:
@@ -270,10 +272,21 @@ class _Summary:
             key=lambda trial: -scores[trial.name],
         )
         names_of_latest = [trial.name for trial in latest]
-        yield from (
-            (_LATEST, trial) for trial in by_score if trial.name in names_of_latest
-        )
-        yield from ((_EARLIER, trial) for trial in by_score)
+        for trial in by_score:
+            if trial.name in names_of_latest:
+                yield from self._rank_rival(trial, names_of_latest)
+                yield _LATEST, trial
+        for trial in by_score:
+            yield from self._rank_rival(trial, names_of_latest)
+            yield _EARLIER, trial
+
+    def _rank_rival(
+        self, trial: Trial, latest: Collection[str]
+    ) -> Iterator[tuple[str, Trial]]:
+        """The candidate for which ``trial`` was dropped, which its line names."""
+        rival = self.history.find(trial.result.rival)
+        if rival is not None and rival is not self.history.base:
+            yield _LATEST if rival.name in latest else _EARLIER, rival
 
     def _list_candidates(self, room: int, printed: dict[str, Trial]) -> Iterator[str]:
         """Lines of the candidates that fit into so many characters, by section.

@@ -205,7 +205,10 @@ def _describe_goal(settings: Settings) -> str:
     )
     if len(settings.budgets) > 1:
         others = ", ".join(map(str, settings.budgets[1:]))
-        goal += f"It is measured at K = {others} too, and scores are means over these. "
+        goal += (
+            f"It is measured at K = {others} too, and scores are means over these; what it "
+            f"exchanges is told at K = {budget}. "
+        )
     if settings.models:
         goal += (
             f"One policy has to suit {len(settings.models)} models: {', '.join(settings.models)}. "

@@ -81,6 +81,19 @@ def test_what_hypotheses_are_compared_on() -> None:
     assert values[5] == "+1.00 ± unknown, undecided (of 1, 1 up, 0 down)"
 
 
+def test_a_parent_that_is_not_listed_is_told_by_what_it_duplicates() -> None:
+    """As the difference would be to nobody knows whom."""
+    paper = paper_state(SETTINGS)
+    lines = outcomes(
+        trial("1.0", BASE + 1.0, minimal_state(SETTINGS)),
+        trial("1.1", None, minimal_state(SETTINGS), "same", reason="1.0"),
+        trial("2.0", BASE + 2.0, paper, parent="1.1", expect="higher"),
+        trial("3.0", BASE, minimal_state(SETTINGS)),
+    )
+    (line,) = lines
+    assert line.startswith("2.0 (of 1.0, expected higher")
+
+
 def test_an_effect_of_nothing_refutes_nothing() -> None:
     tested = trial("2.0", BASE, expect="higher")
     (outcome,) = outcomes(tested).values()

@@ -153,6 +153,13 @@ async def test_prompts_say_what_proposers_asked_for(search: Searches) -> None:
     assert not any(ADVICE.findall(prompt) for prompt in prompts.values())
 
 
+def test_a_task_says_at_which_of_several_k_exchanges_are_counted() -> None:
+    """Scores are means over all of them; a candidate is run on images at the first."""
+    several = describe_task(LISTS.model_copy(update={"budgets": (8, "1/4")}))
+    assert "means over these; what it exchanges is told at K = 8." in several
+    assert "is told at K" not in describe_task(LISTS)
+
+
 def test_a_task_names_the_kernels_that_it_offers() -> None:
     paper = describe_task(LISTS.model_copy(update={"library": "paper"}))
     assert "centred_cosine_kernel" not in paper
@@ -188,7 +195,7 @@ async def test_a_drop_names_the_candidate_that_was_better_and_by_how_much(
         assert found is not None, result.reason
         verb, rival, gap, _, count = found.groups()
         verbs[verb] = verbs.get(verb, 0) + 1
-        assert int(count) == result.examples
+        assert int(count) == result.examples and rival == result.rival
         mean, of_rival = (
             float(np.mean(answers[digests[each]][: int(count)]))
             for each in (name, rival)
@@ -199,6 +206,8 @@ async def test_a_drop_names_the_candidate_that_was_better_and_by_how_much(
         else:
             assert rival == leaders[result.round]
     assert verbs["behind"] and verbs["outranked"]
+    for messages in search.proposer.requests:
+        assert read_problems(messages[1]["content"].split("Propose ")[0]) == []
 
 
 @pytest.mark.parametrize(("strategy", "size"), [("autoprune", 2), ("autoprune+", 5)])
@@ -276,7 +285,9 @@ def read_problems(prompt: str) -> list[str]:
     problems: list[str] = []
     printed = re.findall(r"^- (\d+\.\d+): ", prompt, re.MULTILINE)
     named = re.findall(
-        r"(?:[ (]of| than| as|;|to|from) (\d+\.\d+)(?: with|,|;|\)| [+-]|$)", prompt
+        r"(?:[ (]of| than| as|;|to|from| by|behind|tied with) (\d+\.\d+)"
+        r"(?: with| at place|,|;|\)| [+-]|$)",
+        prompt,
     )
     problems += [f"{name} is named only" for name in {*named} - {*printed}]
     problems += [

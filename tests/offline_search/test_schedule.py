@@ -64,8 +64,11 @@ def test_prompts_say_what_a_candidate_costs_and_when_it_is_dropped() -> None:
         "mean of their answers, all of which are to the same questions."
     )
     tied = EvaluationBudget(RACED, questions=128).describe_round(1, 0, 0.1)
-    assert "half of the answers, 4 in a row found nothing better by more than" in tied
-    assert "those tied with it, by a difference and two standard errors within" in tied
+    assert "half of the answers, 4 rounds in a row found nothing better by" in tied
+    assert (
+        "those tied with it, whose difference and whose two standard errors are each"
+        in tied
+    )
     several = ROUNDS.model_copy(update={"budgets": (8, "1/4")})
     text = EvaluationBudget(several, questions=10).describe_round(1, 0, 0.0)
     assert text.endswith(
