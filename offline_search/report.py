@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import numpy as np
 
@@ -14,7 +13,6 @@ from offline_search.candidates import BASE_PARENT, base_state
 from offline_search.history import FAILURES_TO_GIVE_UP, History, Trial, gave_up
 from offline_search.ledger import (
     ALL_TOKENS,
-    Comparison,
     Cost,
     EvaluationRecord,
     ProposalRecord,
@@ -29,20 +27,23 @@ from offline_search.ledger import (
     select_records,
 )
 from offline_search.settings import Settings
+from offline_search.winner_report import (
+    WinnerReport,
+    format_interval,
+    format_objectives,
+    format_percent,
+)
 from vllm_autoprune.errors import SearchError
 from vllm_autoprune.report import (
-    Cell,
     Chart,
     Document,
     Mark,
-    Row,
     Section,
     Series,
     Table,
     Tone,
 )
 from vllm_autoprune.statistics import Estimate
-from vllm_autoprune.tpdsl.loading import load_state
 
 _STATUS_WORDS: Mapping[Status, str] = {
     "evaluated": "measured in full",
@@ -54,11 +55,6 @@ _STATUS_WORDS: Mapping[Status, str] = {
 }
 _ORIGIN_WORDS = {"llm": "language model", "tpe": "TPE"}
 _MAX_ROWS = 10
-_TEST = "Questions that no candidate was chosen on."
-_MME = (
-    "MME total: accuracy, and accuracy+ (both answers of a pair right), in per cent, added over "
-    "all categories."
-)
 
 
 @dataclass(frozen=True)
@@ -161,34 +157,17 @@ class _SearchReport:
         facts = [f"measured on {settings.evaluator}"] if settings.evaluator else []
         facts += [f"proposer: {settings.proposer or 'none'}", f"seed {settings.seed}"]
         facts.append(f"{len(self.trials)} candidates")
-        if (winner := self.winner) is not None:
-            tone = _choose_tone(winner)
-            answer = (
-                f"Candidate {winner.winner} won and on the test split "
-                f"{self._describe_gain(winner.test, f'{settings.base_policy} alone')}"
-            )
-            if (less := winner.less_default) is not None:
-                name = f"{settings.default_state}, the default state of this model"
-                answer += f"; it {self._describe_gain(less, name)}"
-            elif not settings.default_state:
-                which = (
-                    "models: none in common" if settings.models else "model: not known"
-                )
-                facts.append(f"default state of the served {which}")
-            answer += "."
-            if advice := _advise_base_policy(winner, settings):
-                answer += f" {advice}."
-            facts += [
-                f"{winner.test.examples} test questions",
-                f"digest {winner.digest[:12]}",
-            ]
+        if self.winner is not None:
+            result = WinnerReport(settings, self.winner)
+            tone = result.tone
+            answer = result.answer
+            facts += result.list_facts()
             leader = ranked[0].name
             if self.standings:
                 leader = self.standings[max(self.standings)].best
-            sections = [self._describe_finalists(winner, leader)]
-            sections.append(self._describe_test(winner))
-            if winner.test.models:
-                sections.append(_describe_models(winner))
+            scores = {trial.name: trial.result.objective for trial in self.trials}
+            scores[BASE_PARENT] = self.base_objective
+            sections += result.list_sections(scores, leader)
         elif ranked:
             measured = self.base_objective
             is_behind = measured is not None and measured >= ranked[0].score
@@ -206,37 +185,16 @@ class _SearchReport:
             f"Search for a state: {title}", answer, tone, facts=facts, sections=sections
         )
 
-    def _describe_gain(self, comparison: Comparison, rival: str) -> str:
-        """Whether the winner is better than ``rival``, and by how much."""
-        gain = comparison.gain
-        verdict = "shows no difference to"
-        if gain.low > 0:
-            verdict = "is better than"
-        elif gain.high < 0:
-            verdict = "is worse than"
-        value, low, high = self._format(gain.value, gain.low, gain.high)
-        accuracy = comparison.accuracy
-        return (
-            f"{verdict} {rival}: objective {value} {self.settings.objective_unit} "
-            f"({low} to {high}), accuracy {_percent(accuracy)} % against "
-            f"{_percent(accuracy - comparison.accuracy_gain.value)} %"
-        )
-
     def _format(self, *values: float | None) -> list[str]:
         """Format objectives with as many decimals as the width of the winner's interval supports.
 
         Without a winner, the spread of the candidates replaces the width.
         """
         measured = [trial.result.objective or 0.0 for trial in self.trials] or [0.0]
-        low = min(measured)
-        high = max(measured)
+        interval = Estimate(min(measured), min(measured), max(measured))
         if self.winner is not None:
-            low = self.winner.test.objective.low
-            high = self.winner.test.objective.high
-        digits = Estimate(low, low, high).count_decimals()
-        return [
-            "unknown" if value is None else f"{value:+.{digits}f}" for value in values
-        ]
+            interval = self.winner.test.objective
+        return format_objectives(interval, *values)
 
     def _describe_cost(self) -> Section:
         """Replies, tokens, answers and time that the search took."""
@@ -254,100 +212,6 @@ class _SearchReport:
             f"The whole search: {self.duration:,.0f} s.",
         ]
         return Section("Cost", texts)
-
-    def _describe_finalists(self, winner: WinnerRecord, leader: str) -> Section:
-        """Objectives of the finalists and of the base policy on each split."""
-        # A ledger without estimates only has objectives over a candidate's own questions.
-        scores: dict[str, float | None] = {
-            trial.name: trial.result.objective for trial in self.trials
-        }
-        scores |= {BASE_PARENT: self.base_objective} | winner.searched
-
-        def cell(estimate: Estimate) -> Cell:
-            value, low, high = self._format(estimate.value, estimate.low, estimate.high)
-            return Cell(value, f"{low} to {high}")
-
-        rows: list[Row] = []
-        for name in sorted(winner.confirmed, key=lambda name: -winner.estimates[name]):
-            won = name == winner.winner
-            validation = winner.confirmed[name]
-            search, both = self._format(scores[name], winner.estimates[name])
-            test = cell(winner.test.objective) if won else Cell("not measured")
-            title = Cell(name, "winner" if won else "", tone="good" if won else "")
-            rows.append([title, search, cell(validation.objective), both, test])
-        validation = winner.confirmed[winner.winner]
-        base_value = validation.objective.value - validation.gain.value
-        search, validated = self._format(scores[BASE_PARENT], base_value)
-        rows.append(
-            ["base policy", search, validated, "–", cell(winner.base.objective)]
-        )
-        head = ["candidate", "search", "validation", "search and validation", "test"]
-        finalists = Table("Objectives of the finalists", head, rows, "lrrrr")
-        why = (
-            f"The {len(winner.confirmed)} best candidates of the search split were measured on the "
-            "validation split, and their gains over the base policy estimated on the questions of "
-            "both together: the search split alone favours candidates that were lucky on it. "
-            f"{self._explain_choice(winner)} Objectives on the search split are estimates for all "
-            "its questions that were asked, corrected for which of them each candidate was asked."
-        )
-        luck = f"{winner.winner} was also the best on the search split."
-        if leader != winner.winner:
-            luck = (
-                f"On the search split alone {leader} was better; with the validation split "
-                f"{winner.winner} is."
-            )
-        return Section("Why this candidate", [why, luck], tables=[finalists])
-
-    def _explain_choice(self, winner: WinnerRecord) -> str:
-        """Which rule chose the winner: the best lower bound, or simplicity among the tied."""
-        name = winner.winner
-        if not winner.gains:
-            return f"{name} was chosen."
-        best = max(winner.gains, key=lambda rival: winner.gains[rival].low)
-        (bound,) = self._format(winner.gains[best].low)
-        if best == name:
-            return f"{name} has the best lower bound of its gain, {bound}."
-        (own_bound,) = self._format(winner.gains[name].low)
-        reason = "is simpler: fewer atoms, or a smaller q_e"
-        if winner.model_gains:
-            least = [min(winner.model_gains[rival].values()) for rival in (name, best)]
-            ours, theirs = self._format(*least)
-            reason = (
-                f"gains more on the model where it gains least, {ours} against {theirs}"
-            )
-        return (
-            f"{best} has the best lower bound of its gain, {bound} ({name}: {own_bound}), but is "
-            f"tied with {name}, which {reason}."
-        )
-
-    def _describe_test(self, winner: WinnerRecord) -> Section:
-        """Scores of the winner and of the base policy on the test split."""
-        test = winner.test
-        base = winner.base
-        rows: list[Row] = [
-            [name, _format_interval(scores.objective), _percent(scores.accuracy)]
-            for name, scores in (("winner", test), ("base policy", base))
-        ]
-        for title, comparison in (
-            ("gain over the base policy, paired", test),
-            ("gain over the default state, paired", winner.less_default),
-        ):
-            if comparison is not None:
-                gain = _format_interval(comparison.gain)
-                accuracy = _format_interval(comparison.accuracy_gain, 100.0)
-                rows.append([title, gain, accuracy])
-        head = ["", "objective", "accuracy %"]
-        text = _TEST
-        if self.settings.objective == "mme":
-            head.append("MME total")
-            totals = [test.mme_total, base.mme_total]
-            cells = [f"{total:.1f}" for total in totals]
-            cells.append(f"{test.mme_total - base.mme_total:+.1f}")
-            pairs = zip_longest(rows, cells, fillvalue="")  # no total of the default
-            rows = [[*row, cell] for row, cell in pairs]
-            text = f"{_TEST} {_MME}"
-        table = Table("Winner and base policy", head, rows, "lrrr"[: len(head)])
-        return Section("Result on the test split", [text], tables=[table])
 
     def _describe_standings(self) -> Section:
         """The best objective by round with its lower bound, and the trials tied with the best."""
@@ -391,7 +255,7 @@ class _SearchReport:
             [
                 trial.name,
                 *self._format(self._estimate(trial)),
-                _percent(trial.result.accuracy),
+                format_percent(trial.result.accuracy),
                 str(trial.result.examples),
                 _ORIGIN_WORDS.get(trial.proposal.origin, trial.proposal.origin),
                 ", ".join(trial.proposal.parents),
@@ -435,81 +299,6 @@ def read_report(records: Iterable[Record]) -> _SearchReport:
         duration=max((clock.at + clock.seconds for clock in clocks), default=0.0)
         - begin,
     )
-
-
-def _describe_models(winner: WinnerRecord) -> Section:
-    """The winner's gains on each model on the test split, and those of all finalists before it."""
-    tested: list[Row] = []
-    for name, scores in winner.test.models.items():
-        gain = _format_interval(scores.gain)
-        accuracy = _format_interval(scores.accuracy_gain, 100.0)
-        loss = f"{winner.losses[name]:.3f}"
-        tested.append([name, loss, gain, _percent(scores.accuracy), accuracy])
-    head = ["model", "loss of the base policy, nats", "gain", "accuracy %"]
-    head.append("accuracy gain, points")
-    test = Table("Winner by model, test split", head, tested, "lrrrr")
-    names = list(winner.test.models)
-    rows: list[Row] = [
-        [candidate, *(f"{gains[name]:+.3f}" for name in names)]
-        for candidate, gains in winner.model_gains.items()
-    ]
-    columns = "l" + "r" * len(names)
-    title = "Gains by model, search and validation"
-    finalists = Table(title, ["candidate", *names], rows, columns)
-    text = (
-        "A gain is a share of what the base policy alone loses on the model: of +0.3, three tenths "
-        "of the loss are won back. The objective is the mean over the models."
-    )
-    return Section("Each model", [text], tables=[test, finalists])
-
-
-def _advise_base_policy(winner: WinnerRecord, settings: Settings) -> str:
-    """What to do where no gain over the base policy is shown: serve that alone if it is ahead.
-
-    Empty if a gain is shown.
-    """
-    gains = {"the test split": winner.test.gain}
-    if winner.winner in winner.gains:
-        splits = "the search and validation splits together"
-        gains[splits] = winner.gains[winner.winner]
-    behind = [splits for splits, gain in gains.items() if gain.value < 0]
-    name = settings.base_policy
-    if not behind:
-        if winner.test.gain.low > 0:
-            return ""
-        return f"No gain is shown: {name} alone may do as well"
-    flags = f"--autoprune-state {name} --autoprune-budget {settings.budgets[0]}"
-    if settings.positions != load_state(name).positions:
-        flags += f" --autoprune-positions {settings.positions}"
-    return (
-        f"{name} alone was ahead on {' and on '.join(behind)}: serve it, by vllm serve "
-        f"with {flags}"
-    )
-
-
-def _choose_tone(winner: WinnerRecord) -> Tone:
-    """Tone of a search: good if its winner beats the base policy and the default state."""
-    compared = [winner.test]
-    if winner.less_default is not None:
-        compared.append(winner.less_default)
-    if any(comparison.gain.high < 0 for comparison in compared):
-        return "bad"
-    is_better = all(comparison.gain.low > 0 for comparison in compared)
-    return "good" if is_better else "open"
-
-
-def _format_interval(estimate: Estimate, scale: float = 1.0) -> str:
-    """A mean with its 95 % interval."""
-    scaled = Estimate(
-        *(scale * x for x in (estimate.value, estimate.low, estimate.high))
-    )
-    digits = scaled.count_decimals()
-    return f"{scaled.value:+.{digits}f} ({scaled.low:+.{digits}f} to {scaled.high:+.{digits}f})"
-
-
-def _percent(share: float | None) -> str:
-    """A share in per cent, or an empty string."""
-    return "" if share is None else f"{100 * share:.1f}"
 
 
 class ProgressLog:
@@ -590,8 +379,8 @@ class ProgressLog:
         """Write the winner's scores on the test split, and whether the base policy is better."""
         test = winner.test
         self._write(
-            f"winner {winner.winner}: test objective {_format_interval(test.objective)}, gain over "
-            f"the base policy {_format_interval(test.gain)}, accuracy {100 * test.accuracy:.1f} %"
+            f"winner {winner.winner}: test objective {format_interval(test.objective)}, gain over "
+            f"the base policy {format_interval(test.gain)}, accuracy {100 * test.accuracy:.1f} %"
         )
-        if advice := _advise_base_policy(winner, settings):
+        if advice := WinnerReport(settings, winner).advice:
             self._write(advice)
