@@ -111,6 +111,28 @@ def test_an_installation_without_the_hub_can_serve(
     assert verdict in text and text.count(NO_HUB) == 2
 
 
+@pytest.mark.usefixtures("no_hub")
+@pytest.mark.parametrize(
+    ("checkpoint", "expected"),
+    [
+        ("Qwen/Qwen3-VL-8B-Instruct", "N = 1024 of 1024 x 1024 pixels, by the set"),
+        ("llava-hf/llava-1.5-7b-hf", "--autoprune-budget 1/8"),
+        ("CohereLabs/command-a-vision-07-2025", "served as cohere2_vision, by its id"),
+        ("LiquidAI/LFM2-VL-1.6B", "served as lfm2_vl, by its id: the Hub was not"),
+        ("allenai/Molmo-7B-D-0924", "'MolmoForCausalLM' has no pruned form: no adap"),
+    ],
+)
+def test_published_checkpoints_are_known_without_the_hub(
+    checkpoint: str, expected: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "collect_hooks", lambda: ((), ()))
+    is_refused = "no pruned form" in expected
+    report = run_json(capsys, "doctor", checkpoint, status=int(is_refused))
+    assert report["can_serve"] != is_refused and report["unchecked"] == []
+    details = [finding["detail"] for finding in report["findings"]]
+    assert any(expected in detail for detail in details)
+
+
 def find_statuses(report: Any) -> dict[str, str]:
     return {finding["what"]: finding["status"] for finding in report["findings"]}
 

@@ -25,6 +25,7 @@ from vllm_autoprune.serving.models import (
     BACKBONES,
     CHECKPOINTS,
     REFUSALS,
+    find_architecture,
     require_served,
 )
 from vllm_autoprune.serving.startup import _resolve_settings
@@ -56,6 +57,18 @@ def test_every_architecture_that_takes_images_is_served_or_refused_once() -> Non
         if '"image"' in read_source(module)
     }
     assert takes_images <= set(architectures)
+
+
+def test_an_id_of_the_table_finds_its_architecture() -> None:
+    """Of several lines that match it, the one that says most of it."""
+    refused = {name: texts[0] for row in REFUSALS for name, texts in row.models.items()}
+    for architecture, ids in {**refused, **CHECKPOINTS}.items():
+        for checkpoint in ids.split(", "):
+            name = re.sub(r"\{([^,]+)[^}]*\}", r"\1", checkpoint).replace("*", "8B-it")
+            assert not name or find_architecture(name) == architecture
+    moe = "Qwen3VLMoeForConditionalGeneration"
+    assert find_architecture("Qwen/Qwen3-VL-235B-A22B-Thinking") == moe
+    assert find_architecture("someone/finetune") is None
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 from packaging.version import Version
 
 from vllm_autoprune import __version__
-from vllm_autoprune.backbones import read_config
+from vllm_autoprune.backbones import BACKBONE_SHAPES, read_config
 from vllm_autoprune.cli.flags import argument, command
 from vllm_autoprune.cli.output import format_table, print_result
 from vllm_autoprune.errors import AutopruneError, ConfigError
@@ -28,7 +28,12 @@ from vllm_autoprune.serving.compat import (
     uses_rust_frontend,
     vllm_version,
 )
-from vllm_autoprune.serving.models import require_served
+from vllm_autoprune.serving.models import (
+    BACKBONES,
+    find_architecture,
+    refuse,
+    require_served,
+)
 from vllm_autoprune.serving.plugin import DISABLE, disabled
 from vllm_autoprune.text_tower import read_text_tower
 from vllm_autoprune.tpdsl.loading import load_state, shipped_states
@@ -149,20 +154,52 @@ def _check_hooks() -> _Results:
         yield "hooks", f"all {total} names that the plugin uses exist", ""
 
 
+def _find_published(model: str) -> str | None:
+    """Architecture of a published checkpoint whose files are not here and the Hub does not give.
+
+    None if its config.json can be read; raises :class:`ConfigError` if nothing is known of it.
+    """
+    try:
+        read_config(model)
+    except ConfigError as error:
+        architecture = find_architecture(model)
+        if architecture is None or error.problems[0].kind != HUB_MISSING:
+            raise
+        return architecture
+    return None
+
+
 def _check_model(model: str) -> _Results:
     """Whether a model is served pruned, and with which state to begin."""
-    backbone = require_served(read_config(model))
-    yield "model", f"{backbone.stock}: served as {backbone.name}", ""
+    architecture = _find_published(model)
+    how = ""
+    if architecture is None:
+        backbone = require_served(read_config(model))
+    elif architecture in BACKBONES:
+        backbone = BACKBONES[architecture]
+        how = ", by its id: the Hub was not asked for its config.json"
+    else:
+        raise ConfigError("cannot serve pruned", [refuse(architecture)])
+    yield "model", f"{backbone.stock}: served as {backbone.name}{how}", ""
     flags = f"--autoprune-state {backbone.state} --autoprune-budget {backbone.budget}"
     yield "state", f"start with {flags}, and measure: vllm-autoprune eval", ""
 
 
 def _check_tokens(model: str) -> _Results:
-    from vllm_autoprune.checkpoint import count_tokens  # imports vLLM
+    # Both import vLLM.
+    from vllm_autoprune.checkpoint import count_published, count_tokens
 
     width, height = _IMAGE
-    count = count_tokens(model, width, height)
-    yield "tokens", f"N = {count.tokens} of {width} x {height} pixels", ""
+    how = ""
+    if architecture := _find_published(model):
+        family = BACKBONES[architecture].name
+        shapes = [row for row in BACKBONE_SHAPES.values() if row.family == family]
+        shape = next((row for row in shapes if row.checkpoint == model), shapes[0])
+        count = count_published(shape, width, height)
+        how = f", by the settings of {shape.checkpoint}"
+    else:
+        count = count_tokens(model, width, height)
+    yield "tokens", f"N = {count.tokens} of {width} x {height} pixels{how}", ""
 
 
 def _check_text_tower(path: str | None) -> _Results:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from math import ceil
 from operator import attrgetter
 from pathlib import Path
@@ -436,20 +437,46 @@ REFUSALS = tuple(Refusal(**row) for row in _TABLE["refused"])
 """Reasons for refusal; an architecture has only one."""
 
 
+def find_architecture(checkpoint: str) -> str | None:
+    """The architecture of a checkpoint by its Hub id; None if ``architectures.toml`` has none.
+
+    Of several ids with ``*`` that match, the one with the most other characters counts.
+    """
+    refused = {name: texts[0] for row in REFUSALS for name, texts in row.models.items()}
+    matches: dict[str, int] = {}
+    for architecture, ids in {**refused, **CHECKPOINTS}.items():
+        for pattern in _list_patterns(ids):
+            if fnmatchcase(checkpoint, pattern):
+                length = max(len(pattern), matches.get(architecture, 0))
+                matches[architecture] = length
+    return max(matches, key=lambda name: matches[name], default=None)
+
+
+def _list_patterns(ids: str) -> Iterator[str]:
+    """The ids of a line of ``architectures.toml``, one for each alternative in braces."""
+    for text in ids.split(", "):
+        start, brace, rest = text.partition("{")
+        alternatives, _, end = rest.partition("}")
+        for alternative in alternatives.split(","):
+            yield f"{start}{alternative}{end}" if brace else text
+
+
 def find_problems(architecture: str, config: PreTrainedConfig) -> list[Problem]:
     """Why no state can serve a checkpoint: its architecture, or unsupported values of fields."""
     if backbone := BACKBONES.get(architecture):
         return [
             problem for field in backbone.fields if (problem := field.problem(config))
         ]
+    return [refuse(architecture)]
+
+
+def refuse(architecture: str) -> Problem:
+    """The problem of an architecture without a backbone."""
     reasons = [row.why for row in REFUSALS if architecture in row.models]
     why = reasons[0] if reasons else "vLLM takes no images for it"
     what = f"architecture {architecture!r} has no pruned form: {why}"
-    return [
-        Problem(
-            "model", what, "serve a model of docs/support.md#models, or without a state"
-        )
-    ]
+    fix = "serve a model of docs/support.md#models, or without a state"
+    return Problem("model", what, fix)
 
 
 def find_packed_reason(backbone: Backbone, config: PreTrainedConfig) -> str:
