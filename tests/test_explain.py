@@ -50,6 +50,7 @@ from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.serving.worker.features import ImageFeatures
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.prefix import RecordedPrefix
 from vllm_autoprune.tpdsl.tokens import MergerInput, VisualTokens
 
@@ -333,6 +334,45 @@ def test_what_cannot_be_explained_is_refused(tmp_path: Path, capsys: Captured) -
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("checkpoint", "flags", "line"),
+    [
+        (LLAVA, [], "state: cen_divprune at K = 1/8, the default for llava"),
+        (
+            CHECKPOINTS["miniqwen"],
+            [],
+            "state: cen_divprune at K = 1/2, the default for qwen3_vl",
+        ),
+        (LLAVA, ["--budget", "5"], "state: cen_divprune at K = 5, the default"),
+        (LLAVA, ["--state", "norm"], ""),
+    ],
+)
+def test_without_a_state_the_default_of_the_model_is_drawn_and_named(
+    checkpoint: Path,
+    flags: list[str],
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Captured,
+) -> None:
+    """The one that doctor names; one that was asked for is not called a default."""
+    policies: list[PruningPolicy] = []
+
+    def draw(checkpoint: Path, tower: object, policy: PruningPolicy, *_: object) -> Any:
+        policies.append(policy)
+        return []
+
+    monkeypatch.setattr("vllm_autoprune.explain.explain_image", draw)
+    Image.new("RGB", (8, 8)).save(tmp_path / "scene.png")
+    call = ["explain", str(tmp_path / "scene.png"), "?", "--checkpoint"]
+    assert main([*call, str(checkpoint), *flags, "--json"]) == 0
+    name = json.loads(capsys.readouterr().out)["state"]
+    assert name == ("cen_divprune" if line else "norm")
+    assert main([*call, str(checkpoint), *flags]) == 0
+    assert capsys.readouterr().out.startswith(line)
+    assert policies[0].state.name == name
+
+
 # ---- clips ----
 
 
@@ -453,7 +493,8 @@ def test_a_clip_is_sent_as_a_server_gets_it_and_its_groups_are_shown(
     ]
     assert (
         main(call) == 0
-        and "\npositions: true. Kept tokens keep" in capsys.readouterr().out
+        and "state: vcast, the default for videos\n" in (out := capsys.readouterr().out)
+        and "\npositions: true. Kept tokens keep" in out
     )
     assert main([*call, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["positions"] == "true", (

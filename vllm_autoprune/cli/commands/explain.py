@@ -14,9 +14,11 @@ from vllm_autoprune.backbones import read_config
 from vllm_autoprune.cli.flags import argument, command, read_budget
 from vllm_autoprune.cli.output import check_writable, print_result, write_file
 from vllm_autoprune.errors import ConfigError
+from vllm_autoprune.serving.models import require_served
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.state import PruningState
 
 
 @command(
@@ -38,7 +40,8 @@ from vllm_autoprune.tpdsl.materialize import materialize
     ),
     argument(
         "--state",
-        help="file, or name of a shipped state (default: autoprune; for a video, vcast)",
+        help="file, or name of a shipped state (default: that of `doctor`, at its K, for this "
+        "model; for a video, vcast)",
     ),
     argument(
         "--budget",
@@ -59,16 +62,7 @@ def _explain_image(options: Namespace) -> int:
         )
     if output is not None:
         check_writable(output)
-    # Python reads bytes that are not UTF-8 as lone surrogates, which tokenizers refuse.
-    surrogate = re.search(r"[\ud800-\udfff]", options.question)
-    if surrogate:
-        code = f"U+{ord(surrogate[0]):04X}"
-        raise ConfigError.of(
-            "question",
-            f"character {surrogate.start() + 1} ({code}) is half of a character",
-            "write the whole character, in UTF-8",
-            subject="explain",
-        )
+    _check_question(options.question)
     from vllm_autoprune.evaluation.pictures import (
         fetch,
         find_picture,
@@ -80,16 +74,7 @@ def _explain_image(options: Namespace) -> int:
     source = fetch(find_picture(options.image, options.image, Path()))
     path = Path(source.address)
     video = read_video(path, _find_video_processor(path, checkpoint))
-    usual_state = "autoprune" if video is None else "vcast"
-    state = load_state(usual_state if options.state is None else options.state)
-    budget: BudgetCall | None = options.budget
-    if video is None and budget is not None and budget.atom == "per_frame_budget":
-        raise ConfigError.of(
-            f"--budget {budget.rule()}",
-            "is the budget of a video",
-            "give a number of tokens or a share",
-            subject="explain",
-        )
+    state, budget, choice = _choose_state(options, checkpoint, video is not None)
     policy = materialize(state, budget, video=video is not None)
     if video is not None and video.note:
         print(f"{options.image}: {video.note}", file=sys.stderr)
@@ -121,11 +106,54 @@ def _explain_image(options: Namespace) -> int:
             region["kept_by_frame"] = explanation.trace.kept_by_frame
         regions.append(region)
     positions, sentence = describe_positions(state, read_config(checkpoint))
-    record = {"summary": summary, "positions": positions, "regions": regions}
-    print_result(
-        options, record, f"{summary}\npositions: {positions}. {sentence}\n{wrote}"
-    )
+    record = {
+        "state": state.name,
+        "summary": summary,
+        "positions": positions,
+        "regions": regions,
+    }
+    lines = [*choice, summary, f"positions: {positions}. {sentence}", wrote]
+    print_result(options, record, "\n".join(lines))
     return 0
+
+
+def _check_question(question: str) -> None:
+    """Raise :class:`ConfigError` for a question that tokenizers refuse."""
+    # Python reads bytes that are not UTF-8 as lone surrogates.
+    surrogate = re.search(r"[\ud800-\udfff]", question)
+    if surrogate:
+        code = f"U+{ord(surrogate[0]):04X}"
+        raise ConfigError.of(
+            "question",
+            f"character {surrogate.start() + 1} ({code}) is half of a character",
+            "write the whole character, in UTF-8",
+            subject="explain",
+        )
+
+
+def _choose_state(
+    options: Namespace, checkpoint: str, is_video: bool
+) -> tuple[PruningState, BudgetCall | None, list[str]]:
+    """The state and budget of the flags, or those to begin with on a model and a line that says so.
+
+    These are of images; of a video it is vcast.
+    """
+    budget: BudgetCall | None = options.budget
+    if not is_video and budget is not None and budget.atom == "per_frame_budget":
+        raise ConfigError.of(
+            f"--budget {budget.rule()}",
+            "is the budget of a video",
+            "give a number of tokens or a share",
+            subject="explain",
+        )
+    if options.state is not None:
+        return load_state(options.state), budget, []
+    if is_video:
+        return load_state("vcast"), budget, ["state: vcast, the default for videos"]
+    backbone = require_served(read_config(checkpoint))
+    budget = budget or BudgetCall.parse(backbone.budget)
+    line = f"state: {backbone.state} at K = {budget.rule()}, the default for {backbone.name}"
+    return load_state(backbone.state), budget, [line]
 
 
 def _find_video_processor(path: Path, checkpoint: str) -> str | None:
