@@ -115,6 +115,28 @@ def test_the_record_of_an_evaluation_has_a_row_for_each_case(call: Call) -> None
     assert rows["random@8"]["to_full"]["logprob"]["value"] == pytest.approx(-2.9)
 
 
+def test_the_record_of_an_answer_has_its_text(call: Call) -> None:
+    """A wrong one is decoded in addition, in at most 64 tokens."""
+
+    def answer(body: Body, number: int) -> Answer:
+        is_wrong = arm(body) == "random"
+        decodes = is_wrong and body["max_tokens"] > 1
+        return reply(body, right=not is_wrong, following="blue" if decodes else "")
+
+    with endpoint(answer) as server:
+        assert call(server.url) == 0
+        decoded = [body for body in server.requests if body["max_tokens"] > 1]
+    assert Counter(map(arm, decoded)) == {"random": 4}
+    assert {body["max_tokens"] for body in decoded} == {64}
+    lines = (call.folder / "out" / "samples.jsonl").read_text().splitlines()
+    texts: dict[str, list[str]] = {}
+    for record in map(json.loads, lines):
+        if record["kind"] == "answer":
+            texts.setdefault(record["case"], []).append(record["text"])
+    assert texts["random@8"] == ["blue"] * 4
+    assert sorted(texts["full"]) == ["no", "red", "square", "yes"]
+
+
 def test_videos_are_asked_about_with_as_many_frames_as_a_case_has(call: Call) -> None:
     video = write_video(call.folder / "a.mp4", 12)
     files = sorted(write_frames(call.folder / "frames", 12).iterdir())
@@ -203,7 +225,7 @@ def test_only_what_has_no_answer_is_asked_again(call: Call) -> None:
 
 def test_answers_of_a_server_that_dies_are_kept(call: Call) -> None:
     def dying(body: Body, number: int) -> Answer:
-        if number < len(CASES) + 14:
+        if number < len(CASES) + 16:  # 14 answers, of which 2 wrong ones are decoded
             return answering(body, number)
         server.pages[MODELS] = error(503, "down")
         return error(503, "gone")
@@ -278,7 +300,7 @@ def test_questions_without_labels_need_a_reference(call: Call) -> None:
     assert "4 of 4 questions have no answer -> add --reference" in call.printed().err
     words = ("--reference", "unpruned")
     assert call("http://h:1", *words, "--dry-run") == 0
-    assert "24 requests, and more that decode answers" in call.printed().out
+    assert "24 requests, and another that decodes it for" in call.printed().out
 
 
 @pytest.mark.parametrize("labelled", [True, False])
@@ -290,9 +312,8 @@ def test_the_unpruned_model_answers_first_and_its_answer_is_the_reference(
     with endpoint(chatting) as server:
         assert call(server.url, "--reference", "unpruned", "--json") == 0
         decoded = [body for body in server.requests if body["max_tokens"] > 1]
-        # Where nothing is compared with it, another answer is not asked for.
-        random = {"random": 4} if labelled else {}
-        assert Counter(map(arm, decoded)) == {"full": 4, **random}
+        # What agrees with it is not decoded again.
+        assert Counter(map(arm, decoded)) == {"full": 4, "random": 4}
         assert Counter(map(arm, asked(server.requests))) == dict.fromkeys(CASES, 4)
     report = json.loads(call.printed().out)
     rows = {row["case"]["name"]: row for row in report["rows"]}
@@ -335,8 +356,8 @@ def test_answers_that_changed_most_are_asked_for_and_shown_with_their_pictures(
         count = len(server.requests)
         assert (
             call(server.url, *words, "--resume") == 0
-        )  # what the page lacks is asked for
-        assert len(server.requests) - count == len(CASES) + 2
+        )  # what has no text is scored and decoded again
+        assert len(server.requests) - count == len(CASES) + 2 * 4 * (len(CASES) - 1)
     assert (
         "| a.png | Which colour? | red. | blue | the start | -2.90 |"
         in call.printed().out

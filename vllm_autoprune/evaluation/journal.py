@@ -176,7 +176,8 @@ class Answer(FrozenModel):
     """Whether greedy decoding gives all of them and then ends as the unpruned model does."""
     prompt_tokens: int | None = None
     text: str | None = None
-    """The greedy answer; None if it was not requested."""
+    """The greedy answer, of at most 64 tokens, or the reference answer if that is given first; None
+    after a failed request."""
     cut: bool = False
     """Whether the text ends because it reached the maximum length."""
     failure: str | None = None
@@ -241,6 +242,11 @@ class Contents:
         """Whether a question has an answer that did not fail."""
         answer = self.answers.get(case, {}).get(question)
         return answer is not None and answer.failure is None
+
+    def has_text(self, case: str, question: str) -> bool:
+        """Whether a question has an answer that did not fail, and whose text is recorded."""
+        answer = self.answers.get(case, {}).get(question)
+        return answer is not None and answer.failure is None and answer.text is not None
 
     def find_reasons(self) -> Iterator[str]:
         """Why the evaluation is not valid: failed or missing answers, no full model, no pruning."""

@@ -28,7 +28,6 @@ from vllm_autoprune.evaluation.questions import PreparedQuestion
 from vllm_autoprune.evaluation.report import (
     NOTHING_RIGHT,
     WRITE_AS_THE_MODEL,
-    choose_examples,
 )
 from vllm_autoprune.evaluation.run import Server
 from vllm_autoprune.evaluation.scoring_request import (
@@ -60,9 +59,8 @@ class QuestionSuite:
     """Questions of a file; each request has the pruning options of its case.
 
     If every question has a single exact answer, it is scored as part of the prompt. Otherwise the
-    unpruned model's greedy answer is the reference of every case. A case's own answer is then
-    generated only if it differs from the reference, and is compared with labels or shown on the
-    page.
+    unpruned model's greedy answer is the reference of every case. A case's own answer is generated
+    only if it differs from that; it is recorded, compared with labels or shown on the page.
     """
 
     server: Server
@@ -157,8 +155,8 @@ class QuestionSuite:
         """The number of requests."""
         cases = sum(not case.refused for case in self.cases)
         questions = len(self.questions)
-        more = ", and more that decode answers" if self.decodes else ""
-        return f"{cases} cases x {questions} questions: {cases * questions:,} requests{more}"
+        more = "and another that decodes it for every answer that differs"
+        return f"{cases} cases x {questions} questions: {cases * questions:,} requests, {more}"
 
     def picture(self, id: str) -> str:
         """Data URL of a question's picture, made small; empty if it is missing or has changed."""
@@ -181,9 +179,9 @@ class QuestionSuite:
             (case, question)
             for question in self.questions
             for case in self.cases
-            if not (case.refused or contents.is_answered(case.name, question.record.id))
+            if not (case.refused or contents.has_text(case.name, question.record.id))
         ]
-        if pairs or any(answer.text is None for _, answer in choose_examples(contents)):
+        if pairs:
             model, names = self.server.check(self.cases, journal)
             pairs = [pair for pair in pairs if pair[0].name in names]
             asyncio.run(self._ask(model, pairs, journal))
@@ -217,7 +215,6 @@ class QuestionSuite:
                     if case.name != FULL.name or question.record.id not in ids
                 ]
             await scoring.score_all(pairs)
-            await scoring.complete_examples()
         finally:
             progress.close()
             await server.close()
@@ -285,20 +282,11 @@ class _Scoring:
 
         Raises :class:`EvaluationFailed`, and :class:`ServerLost`.
         """
-        messages = question.messages(case.frames)
-        request = (self.servers, self.model, messages)
+        if not self.suite.decodes:
+            return await self._score_known(case, question)
+        request = (self.servers, self.model, question.messages(case.frames))
         answer = Answer(case=case.name, question=question.record.id)
         update: dict[str, object] = {}
-        if not self.suite.decodes:
-            scored = await score_answer(*request, question.answers[0], case.fields)
-            # An answer is right only if greedy decoding does not continue its last word.
-            ends = not scored.following[:1].isalnum()
-            update = {
-                "score": float(scored.right and ends),
-                "logprob": round(scored.logprob, _DIGITS),
-                "prompt_tokens": scored.prompt_tokens,
-            }
-            return answer.model_copy(update=update)
         if case.name == FULL.name:
             text, cut = await generate_answer(*request, case.fields)
             reference = answer = answer.model_copy(update={"text": text, "cut": cut})
@@ -326,13 +314,42 @@ class _Scoring:
                     "matching": scored.matching,
                     "prompt_tokens": scored.prompt_tokens,
                 }
-        if self.suite.has_labels:
-            said = reference.text if agrees else answer.text
-            if said is None:
-                said, cut = await generate_answer(*request, case.fields)
-                update |= {"text": said, "cut": cut}
-            update["score"] = question.score_text(said)
-        return answer.model_copy(update=update)
+        decoded = reference.text if agrees else answer.text
+        cut = reference.cut
+        if decoded is None:
+            try:
+                decoded, cut = await generate_answer(*request, case.fields)
+            except EvaluationFailed:
+                # Without labels, it is scored already.
+                if self.suite.has_labels:
+                    raise
+                cut = False
+        if self.suite.has_labels and decoded is not None:
+            update["score"] = question.score_text(decoded)
+        return answer.model_copy(update={**update, "text": decoded, "cut": cut})
+
+    async def _score_known(self, case: Case, question: PreparedQuestion) -> Answer:
+        """The score of the data's answer in the prompt; a wrong answer is decoded in addition."""
+        request = (self.servers, self.model, question.messages(case.frames))
+        known = question.answers[0]
+        scored = await score_answer(*request, known, case.fields)
+        # An answer is right only if greedy decoding does not continue its last word.
+        is_right = scored.right and not scored.following[:1].isalnum()
+        text: str | None = known
+        cut = False
+        if not is_right:
+            text = None
+            with contextlib.suppress(EvaluationFailed):  # it is scored already
+                text, cut = await generate_answer(*request, case.fields)
+        return Answer(
+            case=case.name,
+            question=question.record.id,
+            score=float(is_right),
+            logprob=round(scored.logprob, _DIGITS),
+            prompt_tokens=scored.prompt_tokens,
+            text=text,
+            cut=cut,
+        )
 
     def require_scores(self) -> None:
         """Raise :class:`ConfigError` if no answer so far has a score, as later ones would not."""
@@ -352,22 +369,3 @@ class _Scoring:
         else:
             return
         raise ConfigError.of(where, what, fix, subject="eval")
-
-    async def complete_examples(self) -> None:
-        """Generate the pruned model's text for the examples that the report shows.
-
-        It is requested last, because without labels nothing else needs it.
-        """
-        questions = {question.record.id: question for question in self.suite.questions}
-        cases = {case.name: case for case in self.suite.cases}
-        for _, answer in choose_examples(self.journal.contents):
-            if answer.text is not None:
-                continue
-            case = cases[answer.case]
-            with contextlib.suppress(EvaluationError, EvaluationFailed, ServerLost):
-                messages = questions[answer.question].messages(case.frames)
-                text, cut = await generate_answer(
-                    self.servers, self.model, messages, case.fields
-                )
-                completed = answer.model_copy(update={"text": text, "cut": cut})
-                self.journal.append([completed])
