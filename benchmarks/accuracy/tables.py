@@ -17,19 +17,6 @@ UPON = f"{SOURCE} upon "
 _BY_KIND = (2, ("cen_divprune", "divprune", "cdpruner", "minillava"))
 """Divisor of N, and the states, in the table of positions by kind of question."""
 
-_MADE_ON = {
-    "random": "-",
-    "norm": "-",
-    "cen_divprune": "published",
-    "cdpruner": "published",
-    "autoprune": "published",
-    "minillava": "mini-LLaVA",
-    "miniqwen": "mini-Qwen3-VL",
-    "pivoted_qr": "both",
-    "pivoted_qr-relevance": "both",
-}
-"""The methods in the table of transfer, and the models that they were made on."""
-
 
 def tabulate_accuracy(
     yardstick: Yardstick, rows: Sequence[Row], split: str = "test"
@@ -67,24 +54,6 @@ def tabulate_accuracy(
         f"With all tokens ({full.tokens:.1f} on average) {accuracy} are right.\n\n"
         f"{Table('', columns, table, '-rrrrr').markdown()}\n"
     )
-
-
-def tabulate_transfer(by_yardstick: Mapping[Yardstick, Sequence[Row]]) -> str:
-    """Per cent right of a few methods on every yardstick, at all budgets from N/2 on."""
-    table = []
-    for name, made_on in _MADE_ON.items():
-        cells = []
-        for yardstick, rows in by_yardstick.items():
-            right = {
-                row.budget: f"{row.accuracy.value:.1f}"
-                for row in rows
-                if row.name == name and row.category is None
-            }
-            figures = [right.get(budget.label, "-") for budget in yardstick.budgets]
-            cells.append(" ".join(figures))
-        table.append([f"`{name}`", made_on, *cells])
-    columns = ("", "made on", *(yardstick.name for yardstick in by_yardstick))
-    return Table("", columns, table, "--" + "r" * len(by_yardstick)).markdown() + "\n"
 
 
 def tabulate_positions(yardstick: Yardstick, rows: Sequence[Row]) -> str:

@@ -341,7 +341,6 @@ def build_parts(rows: Sequence[Row]) -> dict[str, str]:
     accuracy = [tables.tabulate_accuracy(*part) for part in by_yardstick.items()]
     one_axis = next(part for part in by_yardstick.items() if part[0].has_one_axis)
     return {
-        "transfer": tables.tabulate_transfer(by_yardstick),
         "yardsticks": "\n".join(accuracy),
         "positions": tables.tabulate_positions(*one_axis),
     }
