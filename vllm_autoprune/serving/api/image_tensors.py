@@ -120,10 +120,14 @@ def separate_images(inputs: ProcessorInputs) -> ProcessorInputs:
     items = inputs.mm_data_items["image"]
     images: list[object] = []
     seen = set[int]()
+    is_repeated = False
     for picture, image in zip(items.get_all(), items.data, strict=True):
-        is_repeated = picture is not None and id(picture) in seen
-        images.append(copy(picture) if is_repeated else image)
+        is_seen = picture is not None and id(picture) in seen
+        images.append(copy(picture) if is_seen else image)
         seen.add(id(picture))
+        is_repeated |= is_seen
+    if not is_repeated:
+        return inputs
     return replace(inputs, mm_data_items=with_images(inputs.mm_data_items, images))
 
 
