@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import tempfile
+from argparse import Namespace
 from collections.abc import Iterator
 from functools import cache
 from itertools import product
@@ -142,8 +143,8 @@ def endpoint() -> Table:
     app = FastAPI()
     route = AutopruneEndpoint()
     config = SimpleNamespace(autoprune=served({"/core": {"share": 0.5}}))
-    engine: Any = SimpleNamespace(model_config=config)
-    asyncio.run(route.init_state(engine, None, None))  # type: ignore[arg-type]
+    state: Any = SimpleNamespace(online_renderer=SimpleNamespace(model_config=config))
+    asyncio.run(route.init_state(None, state, Namespace()))
     route.attach_router(app)
     return {
         "GET /v1/autoprune": sorted(

@@ -101,11 +101,12 @@ def pruned(runner: Runner) -> Iterator[Server]:
 def two_front_ends(runner: Runner) -> Iterator[Server]:
     """Two API servers and one engine, K = N / 9 and K_r = 5 by flags; requests may set nothing.
 
-    The endpoint that describes the served state is on.
+    The endpoints of the plugin and rendering are on.
     """
     budgets = ("--autoprune-budget", "1/9:8-64", "--autoprune-recall", "5")
-    flags = (*COMMON, *PRUNED, *budgets, "--api-server-count", "2")
+    routes = ("--api-server-count", "2", "--enable-scale-out")
+    flags = (*COMMON, *PRUNED, *budgets, *routes, "--enable-log-requests")
     env = {**runner.environment, "VLLM_PLUGINS": f"autoprune,{NAME}"}
-    with serve(LLAVA, *flags, "--enable-log-requests", env=env) as server:
+    with serve(LLAVA, *flags, env=env) as server:
         server.await_api_servers(2)
         yield server

@@ -21,7 +21,7 @@ from vllm_autoprune import load_state
 from vllm_autoprune.http_client import CHAT
 from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.selftest.run import BLOCK
-from vllm_autoprune.serving.api.endpoint import PATH
+from vllm_autoprune.serving.api.endpoint import PATH, PLAN
 from vllm_autoprune.serving.plan import FIELD
 from vllm_autoprune.serving.plugin import DISABLE
 
@@ -194,6 +194,45 @@ def test_rendering_is_not_counted_and_beams_are_one_request(pruned: Server) -> N
 
     counted = {"requests state=autoprune": 1, "visual_tokens stage=before": TOKENS}
     assert_grows(pruned, render_and_be_answered, counted)
+
+
+def test_a_plan_has_the_tokens_and_identities_that_the_engine_gets(
+    two_front_ends: Server,
+) -> None:
+    """Without pixels, and on whichever API server."""
+    server = two_front_ends
+    images = {example.image_id: example for example in draw_examples("test", 3)}
+    urls = [example.png_url for example in images.values()]
+
+    def chat(pictures: list[str]) -> dict[str, object]:
+        parts: list[object] = [
+            {"type": "image_url", "image_url": {"url": url}} for url in pictures
+        ]
+        text = {"type": "text", "text": "How many shapes?"}
+        turns = [
+            {"role": "user", "content": [*parts, text]},
+            {"role": "assistant", "content": "3"},
+            {"role": "user", "content": "And which are red?"},
+        ]
+        return {"model": server.model, "messages": turns}
+
+    def post(path: str, pictures: list[str]) -> Any:
+        status, answer = server.post(path, chat(pictures))
+        assert status == 200, answer
+        return answer
+
+    plan = post(PLAN, urls)
+    rendered_prompt = post(RENDER, urls)
+    assert plan["tokens"] == rendered_prompt["token_ids"]
+    assert plan["tokens"] == post("/tokenize", urls)["tokens"]
+    identities = [item["identity"] for item in plan["items"]]
+    assert identities == rendered_prompt["features"]["mm_hashes"]["image"]
+    lengths = [item["length"] for item in plan["items"]]
+    assert lengths[:3] == [16, 16, 16] and sum(lengths[3:]) == 5, "and recall"
+    for _ in range(4):
+        assert post(PLAN, plan["pictures"]) == plan
+    status, answer = server.post(PLAN, chat(["picture:8x8;ab"]))
+    assert (status, "as an earlier plan" in str(answer)) == (400, True)
 
 
 FLAGS = (*COMMON, "--dtype", "float32")

@@ -56,6 +56,10 @@ Process = Callable[[object, Mapping[str, object]], BatchFeature]
 """Processes one picture by itself, as vLLM does, with the processor arguments of a request."""
 
 
+_UNKNOWN = "unknown "
+"""Beginning of the identity of an image that was sent by a name that is forgotten."""
+
+
 @dataclass(frozen=True, slots=True)
 class SentImage:
     """An image of a request: the digest of its content, and its picture, None if only named."""
@@ -76,6 +80,11 @@ class EncodedImage:
     digest: str
     tokens: int | None = None
     unchanged: bytes | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it could be found: not of a picture that was not sent and is forgotten."""
+        return not self.digest.startswith(_UNKNOWN)
 
 
 @dataclass
@@ -179,7 +188,7 @@ class EncodedImages:
         if encoded is None and image.picture is None:
             # The picture itself is not sent and its cells are forgotten, so its tensors cannot be
             # found.
-            return EncodedImage(f"unknown {image.digest}")
+            return EncodedImage(_UNKNOWN + image.digest)
         if encoded is None:
             encoded = self._encode(trimming, image, before, arguments)
             with self._lock:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import OutputProcessor
 
     from vllm_autoprune.serving.api.placeholders import TokenCount
+    from vllm_autoprune.serving.api.sized_pictures import SizedPicture
 
 # Counters of requests. Refused requests are counted in ``refusal``, and the work of workers in
 # ``worker.metrics``. Names do not begin with "vllm:", because vLLM drops every collector with that
@@ -134,7 +135,7 @@ class RenderedHashes(dict[str, list[str]]):
     vLLM passes this object on unchanged. No client can send one, so its type also shows that this
     server made the plans of the request. ``keys`` maps identities to the keys of the processed
     tensors in vLLM's processor cache. ``surplus`` is the number of positions that the prompt takes
-    beyond its tokens.
+    beyond its tokens. ``pictures`` are those of a request that is planned alone.
     """
 
     def __init__(
@@ -144,12 +145,14 @@ class RenderedHashes(dict[str, list[str]]):
         keys: Mapping[str, str] = MappingProxyType({}),
         rendering: Rendering | None = None,
         surplus: int = 0,
+        pictures: Sequence[SizedPicture] = (),
     ) -> None:
         super().__init__(hashes)
         self._count = count
         self._keys = keys
         self._rendering = rendering
         self.surplus = surplus
+        self.pictures = pictures
         self._features: Sequence[MultiModalFeatureSpec] = ()
         self._handed_over = False
 

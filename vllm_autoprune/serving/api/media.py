@@ -19,6 +19,11 @@ from PIL import Image
 from vllm.multimodal.parse import ImageProcessorItems
 
 from vllm_autoprune.serving.api.budgets import RequestBudgets
+from vllm_autoprune.serving.api.sized_pictures import (
+    SizedPicture,
+    find_sized_picture,
+    is_planned,
+)
 from vllm_autoprune.serving.compat import depends_on
 from vllm_autoprune.serving.identities import identify_item, make_identity
 from vllm_autoprune.serving.plan import Ids, ItemPlan
@@ -90,6 +95,18 @@ class Media:
 
     limit: int | None = None
     """Maximum number of tokens that all items together may keep."""
+
+    planned: bool = False
+    """Whether the request is planned alone; pictures are then known by size and digest."""
+
+    @property
+    def pictures(self) -> list[SizedPicture]:
+        """Size and digest of each image of a request that is planned alone."""
+        return [
+            SizedPicture(size.width, size.height, digest)
+            for size, digest in zip(self.sizes, self.digests, strict=True)
+            if size is not None
+        ]
 
     def content(self, i: int) -> str:
         """Identity of the pixels of item ``i``."""
@@ -191,6 +208,9 @@ class MediaReader:
         items = inputs.mm_data_items[modality]
         contents: list[tuple[str, ImageSize | None]] = []
         for i, (name, digest) in enumerate(zip(names, digests, strict=True)):
+            if (sized := find_sized_picture(name)) is not None:
+                contents.append((sized.digest, sized.size))
+                continue
             # Hashed, because a name may have megabytes.
             key = sha256(repr((modality, name or "", salt)).encode()).digest()
             is_named_alone = items.get(i) is None
@@ -212,4 +232,5 @@ class MediaReader:
             salt,
             budgets,
             tokenize,
+            planned=any(map(is_planned, names)),
         )

@@ -14,7 +14,11 @@ from functools import cache, cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from vllm.multimodal.parse import ImageProcessorItems, VideoProcessorItems
+from vllm.multimodal.parse import (
+    ImageProcessorItems,
+    ImageSize,
+    VideoProcessorItems,
+)
 
 from vllm_autoprune.errors import Refusal, RequestError
 from vllm_autoprune.serving.api.budgets import RequestBudgets, check_fields
@@ -42,6 +46,7 @@ from vllm_autoprune.serving.api.media import (
 )
 from vllm_autoprune.serving.api.placeholders import Placeholders, TokenCount
 from vllm_autoprune.serving.api.request import PruningRequest
+from vllm_autoprune.serving.api.sized_pictures import SizedPicture
 from vllm_autoprune.serving.identities import (
     hash_pixels,
     make_feature_key,
@@ -54,7 +59,6 @@ from vllm_autoprune.tpdsl.materialize import materialize
 
 if TYPE_CHECKING:
     from vllm.inputs import MultiModalHashes
-    from vllm.multimodal.parse import ImageSize
     from vllm.multimodal.processing import BaseProcessingInfo, ProcessorInputs
 
 logger = logging.getLogger("vllm.autoprune")
@@ -83,11 +87,25 @@ class RequestPlan:
     sizes: Sequence[Size | None] = ()
     """Size to which each image is resized before it is processed; None for no change."""
 
+    pictures: Sequence[SizedPicture] = ()
+    """The images of a request that is planned alone; empty for others."""
+
     trimming: Trimming | None = None
     """The trimming that drops cells of the images."""
 
     counts: RequestCounts | None = None
     """What is counted of the request; None while vLLM profiles, or if nothing is pruned."""
+
+    @property
+    def processed_sizes(self) -> list[ImageSize]:
+        """Sizes of the :attr:`pictures` as they would be processed, each picture once."""
+        sizes = []
+        for image in {item.key: item.image for item in self.images}.values():
+            size = self.sizes[image]
+            sizes.append(
+                self.pictures[image].size if size is None else ImageSize(*size)
+            )
+        return sizes
 
 
 class RequestPlanner:
@@ -213,6 +231,7 @@ class RequestPlanner:
     ) -> RequestPlan:
         """``plan`` completed with the items of the request's images."""
         assert plan.counts is not None
+        pictures = images.pictures if images.planned else ()
         images, counts, trimming = self._count_images(inputs, images)
         # Resolve K of each image, and the new size of images that the resize control shrinks.
         total = self.served.rules.total
@@ -247,6 +266,7 @@ class RequestPlanner:
             prompt=None if prompt is inputs.prompt else list(prompt),
             videos=videos,
             sizes=tuple(sizes),
+            pictures=pictures,
             trimming=trimming,
             counts=replace(
                 plan.counts,
@@ -297,6 +317,9 @@ class RequestPlanner:
         for i, (before, image) in enumerate(pairwise([None, *sent])):
             assert image is not None
             encoded = self._encoded.find(trimming, image, before, kwargs)
+            if images.planned and not encoded.is_known:
+                what = "which of its cells are dropped is decided by pixels"
+                raise RequestError.of("image_url", what, "send the picture")
             digests.append(encoded.digest)
             counts[i] = replace(counts[i], remaining=encoded.tokens)
         return replace(images, digests=digests), counts, trimming

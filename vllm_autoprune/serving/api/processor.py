@@ -19,6 +19,7 @@ from vllm.multimodal.inputs import (
     MultiModalKwargsItem,
     MultiModalKwargsItems,
 )
+from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataItems
 from vllm.multimodal.processing import ProcessorInputs
 
 from vllm_autoprune.serving.api.budgets import check_unpruned
@@ -45,15 +46,16 @@ from vllm_autoprune.serving.api.positions import (
 )
 from vllm_autoprune.serving.api.refusal import refusing_requests
 from vllm_autoprune.serving.api.request import SALT, CacheSalt
+from vllm_autoprune.serving.api.sized_pictures import SizedTexts
 from vllm_autoprune.serving.compat import depends_on
 from vllm_autoprune.serving.identities import make_identity
 from vllm_autoprune.serving.plan import FIELD, LINE, REQUEST_FIELD, ItemPlan
 from vllm_autoprune.serving.served_state import served_state
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from vllm.inputs import MultiModalHashes, MultiModalInput
     from vllm.multimodal.cache import BaseMultiModalProcessorCache
-    from vllm.multimodal.parse import MultiModalDataItems
     from vllm.multimodal.processing import (
         BaseDummyInputsBuilder,
         BaseProcessingInfo,
@@ -124,6 +126,10 @@ class PrunedProcessor(SeparateImages):
         return Waiting()
 
     @cached_property
+    def _sized_texts(self) -> SizedTexts:
+        return SizedTexts(self._outline)
+
+    @cached_property
     def recall_token(self) -> str | None:
         """Text that marks a turn which recalls; None if an image cannot be several items."""
         if self._placeholders.unsplittable:
@@ -176,7 +182,12 @@ class PrunedProcessor(SeparateImages):
             for item in items
         }
         processed["mm_hashes"] = RenderedHashes(
-            processed["mm_hashes"], count, keys, rendering, surplus
+            processed["mm_hashes"],
+            count,
+            keys,
+            rendering,
+            surplus,
+            planned.plan.pictures,
         )
         return processed
 
@@ -192,7 +203,8 @@ class PrunedProcessor(SeparateImages):
         else:
             salt = salt if isinstance(salt, CacheSalt) else ""
             plan = self._planner.plan_request(inputs, fields, salt)
-        inputs = resize_images(self.info, inputs, plan.sizes)
+        if not plan.pictures:
+            inputs = resize_images(self.info, inputs, plan.sizes)
         items = {"image": [*plan.images], "video": []}
         planned = _Inputs(**vars(inputs), plan=plan, items=items)
         planned.mm_uuid_items = None
@@ -202,7 +214,9 @@ class PrunedProcessor(SeparateImages):
             parts = [images.get(item.image) for item in plan.images]
             planned.mm_data_items = with_images(inputs.mm_data_items, parts)
             planned.prompt = plan.prompt
-        if isinstance(inputs.cache, LruKeyReplicatedSenderCache):
+        if plan.pictures:
+            planned.cache = None
+        elif isinstance(inputs.cache, LruKeyReplicatedSenderCache):
             planned.cache = Rendering(inputs.cache, self._waiting)
         return planned
 
@@ -213,21 +227,11 @@ class PrunedProcessor(SeparateImages):
         assert isinstance(inputs, _Inputs)
         plan = inputs.plan
         videos = plan.videos
-        images = inputs.items["image"]
-        first_items = _find_first_items(images)
-        keys = dict(plan.hashes)
-        if images:
-            keys["image"] = [*first_items]
-        if videos is not None:
-            keys["video"] = videos.keys
-        content = replace(inputs, keys=keys)
-        if len(first_items) < len(images):
-            pictures = inputs.mm_data_items["image"]
-            content.mm_data_items = with_images(
-                inputs.mm_data_items, [pictures.get(i) for i in first_items.values()]
-            )
+        content = _find_content(inputs)
 
         def process(content: _Inputs) -> MultiModalProcessingResult:
+            if plan.pictures:
+                return self._sized_texts.process(content, plan.processed_sizes)
             stock = super(PrunedProcessor, self)._cached_apply_hf_processor
             with trim_images(plan.trimming):
                 return stock(content, timing_ctx)
@@ -254,6 +258,16 @@ class PrunedProcessor(SeparateImages):
             if modality in inputs.items
         }
         return result
+
+    def _outline(
+        self, picture: Image, kwargs: Mapping[str, object]
+    ) -> Sequence[ResolvedPromptUpdate]:
+        """Prompt text of one picture."""
+        items = MultiModalDataItems({"image": ImageProcessorItems([picture])})
+        tensors = self._process_alone(picture, kwargs)
+        fields = self._get_mm_fields_config(tensors, kwargs)
+        data = MultiModalKwargsItems.from_hf_inputs(tensors, fields)
+        return self._get_mm_prompt_updates(items, kwargs, data)["image"][0]
 
     def _attach_plans(
         self,
@@ -360,6 +374,24 @@ class PrunedProcessor(SeparateImages):
                 data[i] = _carry_plan(data[i], plan)
                 processed["mm_hashes"][modality][i] = identity
         return surplus
+
+
+def _find_content(inputs: _Inputs) -> _Inputs:
+    """The inputs with every image once, however many items it has, and the keys of its tensors."""
+    images = inputs.items["image"]
+    first_items = _find_first_items(images)
+    keys = dict(inputs.plan.hashes)
+    if images:
+        keys["image"] = [*first_items]
+    if inputs.plan.videos is not None:
+        keys["video"] = inputs.plan.videos.keys
+    content = replace(inputs, keys=keys)
+    if len(first_items) < len(images):
+        pictures = inputs.mm_data_items["image"]
+        content.mm_data_items = with_images(
+            inputs.mm_data_items, [pictures.get(i) for i in first_items.values()]
+        )
+    return content
 
 
 def _count_videos(result: MultiModalProcessingResult) -> list[TokenCount]:
