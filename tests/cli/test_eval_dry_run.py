@@ -29,7 +29,8 @@ def test_a_dry_run_shows_the_first_questions_and_needs_no_server(
     assert summary.splitlines() == [
         "questions.jsonl: 4 questions about 2 images, 4 with an answer",
         "cases: full, random@64, resized@64, norm@64, the server's own state",
-        "5 cases x 4 questions: 20 requests",
+        "5 cases x 4 questions: 20 requests, and another that decodes it for every answer that "
+        "differs",
     ]
     assert question.splitlines()[1:] == [
         "  user: [image a.png, 8 x 8 pixels]",
