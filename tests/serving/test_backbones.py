@@ -53,6 +53,7 @@ LIKE_ANOTHER = (
     "skywork_chat",
     "dots_ocr",
     "cohere2_vision",
+    "llama4",
 )
 """Share the code that prunes with another backbone: left to `make test-all`."""
 ON_BOTH_RUNNERS = ("llava", "llava_onevision", "qwen2_5_vl", "qwen3_vl")
@@ -74,6 +75,7 @@ WITHOUT_VIDEO = (
     "dots_ocr",
     "cohere2_vision",
     "lfm2_vl",
+    "llama4",
 )
 """Their models, or vLLM's classes for them, take no videos."""
 

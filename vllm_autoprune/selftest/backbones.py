@@ -243,7 +243,10 @@ def _write_model(config: Any, folder: Path) -> None:
             is_row = "newline" in weight_name or "class_embedding" in weight_name
             if weight.dim() > 1 or is_row:
                 torch.nn.init.normal_(weight, std=0.15)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    for part in (*model.parameters(), *model.buffers()):
+        if part.is_floating_point():  # rotations of Llama 4's tower are complex
+            part.data = part.data.bfloat16()
+    model.save_pretrained(folder)
 
 
 def _publish_weights(row: _Row, folder: Path) -> None:

@@ -68,6 +68,7 @@ def _read_merger_input(
     inputs = transformers.AutoProcessor.from_pretrained(folder).image_processor(
         [image], return_tensors="pt"
     )
+    inputs = inputs.to(torch.float32)  # Llama 4's are in bfloat16
     entering = defaultdict[str, list[Tensor]](list)
     for part in merger.keys() & {"module", "scored"}:
 

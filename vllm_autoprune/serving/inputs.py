@@ -46,7 +46,7 @@ VIDEO_GRID = "video_grid_thw"
 
 _GRIDS = {"image": IMAGE_GRID, "video": VIDEO_GRID}
 
-_TILE_COUNTS = ("num_patches", "image_num_patches", VIDEO_TILES)
+_TILE_COUNTS = ("num_patches", "image_num_patches", "patches_per_image", VIDEO_TILES)
 """Fields with the number of tiles of an item; each tile is one row of its pixels."""
 
 _SIZE = "image_sizes"

@@ -105,7 +105,7 @@ def test_parts_of_a_configuration_that_are_no_values_are_refused_too() -> None:
 def test_kept_tokens_are_packed_only_where_a_model_cannot_place_them(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of what a state or a request asks; the rows that say why have layers with windows."""
+    """Of what a state or a request asks; rows that say why have layers with windows or chunks."""
     monkeypatch.setattr(
         startup_rules, "find_problems", lambda *_: []
     )  # of the checkpoint
@@ -116,7 +116,8 @@ def test_kept_tokens_are_packed_only_where_a_model_cannot_place_them(
     assert served.capabilities.axes == (
         0 if row.packed else MROPE if row.mrope else LINE
     )
-    assert bool(row.packed) == (row.name in ("gemma3", "gemma4", "cohere2_vision"))
+    packed = ("gemma3", "gemma4", "cohere2_vision", "llama4")
+    assert bool(row.packed) == (row.name in packed)
     possible = {"true"} if row.mrope else {"packed"} if row.packed else {*POSITIONS}
     for where in POSITIONS:
         state = served.state.model_copy(update={"positions": where})

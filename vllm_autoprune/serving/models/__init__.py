@@ -386,6 +386,11 @@ BACKBONES: dict[str, Backbone] = {
             "Lfm2VLForConditionalGeneration",
             architectures=("Lfm2VlForConditionalGeneration",),
         ),
+        _separated(
+            "llama4",
+            "Llama4ForConditionalGeneration",
+            packed="has layers that attend within chunks, which are counted by tokens",
+        ),
         Backbone(
             "mistral3",
             "ocr",

@@ -1,16 +1,23 @@
-"""Command A Vision and LFM2-VL: tiles and a view of the whole image, with text between them."""
+"""Command A Vision, LFM2-VL, Llama 4: tiles and a view of the whole image, text between them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import isqrt
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers.image_utils import SizeDict
+from transformers.models.llama4.image_processing_llama4 import (
+    find_supported_resolutions,
+    get_best_fit,
+)
 from vllm.model_executor.models.cohere2_vision import (
     Cohere2VisionForConditionalGeneration,
 )
 from vllm.model_executor.models.lfm2_vl import Lfm2VLForConditionalGeneration
+from vllm.model_executor.models.mllama4 import Llama4ForConditionalGeneration
 
 from vllm_autoprune.serving.api.placeholders import Placeholders, TokenCount
 from vllm_autoprune.serving.models.line import PrunedLine
@@ -84,6 +91,39 @@ class _Lfm2Vision(TiledVision):
         return self._model.image_pixels_to_features(*tiles.values())
 
 
+class _Llama4Vision(TiledVision):
+    """Llama 4: tiles of one shape, with a separator behind each, and a view named by a token."""
+
+    _model: Llama4ForConditionalGeneration
+    tower_name = "vision_model"
+    counts = "patches_per_image"
+    layers = "vision_model.model.layers"
+    whole_last = True
+
+    @property
+    def side(self) -> int:
+        """Side of a tile in tokens."""
+        return isqrt(self._model.get_image_patches_per_chunk())
+
+    def received(self, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Attention ``(P,)`` that the patches of each tile receive; [CLS] is the last of them."""
+        return [patches[:-1] for patches in super().received(shapes)]
+
+    def find_merger(self) -> Merger:
+        """The adapter's layers, which take the patches of a token as one row."""
+        adapter = self._model.vision_model.vision_adapter
+        patches = round(adapter.pixel_shuffle_ratio**-2)
+        return Merger(adapter.mlp, patches, adapter.mlp, joined=True)
+
+    def rows(self, tiles: ImageInputs) -> Tensor:
+        """Projected rows ``(M, n, D)`` of tiles ``(M, 3, H, W)``, as in the stock model."""
+        model = self._model
+        rows: Tensor = model.encode_image_chunks(
+            tiles["pixel_values"], use_data_parallel=model.use_data_parallel
+        )
+        return rows
+
+
 def _count_cohere2(
     info: Any, size: ImageSize, kwargs: Mapping[str, object]
 ) -> TokenCount:
@@ -112,6 +152,31 @@ def _count_lfm2(info: Any, size: ImageSize, kwargs: Mapping[str, object]) -> Tok
     return TokenCount(view_tokens + (tiles - 1) * tile_tokens, tiles)
 
 
+def _count_llama4(
+    info: Any, size: ImageSize, kwargs: Mapping[str, object]
+) -> TokenCount:
+    """Tokens and tiles of an image of Llama 4, which fits into the smallest canvas of tiles.
+
+    vLLM lays out the prompt by the configuration's tiles, whatever a request's options say.
+    """
+    processor = info.get_hf_processor(**kwargs).image_processor
+    vision = info.get_hf_config().vision_config
+    side = vision.image_size
+    canvases = find_supported_resolutions(
+        max_num_chunks=info.get_max_num_tiles(),
+        patch_size=SizeDict(height=side, width=side),
+    )
+    height, width = get_best_fit(
+        (size.height, size.width),
+        torch.tensor(canvases),
+        resize_to_max_canvas=processor.resize_to_max_canvas,
+    ).tolist()
+    tiles = height // side * (width // side)
+    if tiles > 1:
+        tiles += 1
+    return TokenCount(tiles * info.get_patch_per_chunk(vision), tiles)
+
+
 def _count_tiles(info: Any, size: ImageSize, kwargs: Mapping[str, object]) -> int:
     """Number of tiles, with the view of all of them."""
     return int(
@@ -126,7 +191,9 @@ def _count_tiles(info: Any, size: ImageSize, kwargs: Mapping[str, object]) -> in
 
 def _place(
     count: Callable[[Any, ImageSize, Mapping[str, object]], TokenCount],
-    largest: Callable[[Any], ImageSize],
+    largest: Callable[[Any], ImageSize] = lambda info: (
+        info.get_image_size_with_most_features()
+    ),
 ) -> Placeholders:
     """Placeholders of images whose tokens and tiles ``count`` gives, by the size of the largest."""
     return Placeholders(
@@ -147,7 +214,7 @@ def _largest_lfm2(info: Any) -> ImageSize:
 
 AutopruneCohere2VisionForConditionalGeneration = prune_class(
     Cohere2VisionForConditionalGeneration,
-    _place(_count_cohere2, lambda info: info.get_image_size_with_most_features()),
+    _place(_count_cohere2),
     _Cohere2Vision,
     PrunedLine,
     methods=(),
@@ -160,4 +227,12 @@ AutopruneLfm2VLForConditionalGeneration = prune_class(
     PrunedLine,
     methods=("image_pixels_to_features",),
     merger="Lfm2VLMultiModalProjector",
+)
+AutopruneLlama4ForConditionalGeneration = prune_class(
+    Llama4ForConditionalGeneration,
+    _place(_count_llama4),
+    _Llama4Vision,
+    PrunedLine,
+    methods=("encode_image_chunks", "get_image_patches_per_chunk"),
+    merger="Llama4VisionMLP",
 )
