@@ -282,6 +282,7 @@ def _list_settings(
     settings: dict[str, object] = {
         "state": state.model_dump(mode="json"),
         "cells": "none",
+        "tower": "none",
     }
     of_state = state.budget
     if policy.video and state.frames is not None:

@@ -27,7 +27,7 @@ from vllm.multimodal.inputs import (
 from tests.hostile.worker import Request, plan_row
 from tests.serving.unit.samples import fields_of, with_fields
 from vllm_autoprune import RequestError, load_state
-from vllm_autoprune.serving.plan import CHOOSERS, FIELD, Choice, ItemPlan
+from vllm_autoprune.serving.plan import CHOOSERS, FIELD, Choice, ItemPlan, TowerCut
 from vllm_autoprune.serving.state_codec import encode_state
 from vllm_autoprune.tpdsl.tokens import POSITIONS
 
@@ -116,6 +116,7 @@ def _mutate_plan(row: Tensor, name: str, source: Random) -> Tensor:
         "part": lambda: source.choice(("whole", "core", "delta", "recall")),
         "earlier": lambda: _draw_choices(plan, source),
         "text": lambda: _draw_text(plan, source),
+        "tower": lambda: _draw_cut(plan, source),
     }
     drawn = draws[name]() if name in draws else _draw_number(value, plan, source)
     return with_fields(row, **{name: drawn})
@@ -148,8 +149,15 @@ def _draw_choices(plan: ItemPlan, source: Random) -> list[object]:
     ]
 
 
-def _as_fields(choice: Choice) -> dict[str, object]:
+def _as_fields(choice: Choice | TowerCut) -> dict[str, object]:
     return {field.name: getattr(choice, field.name) for field in fields(choice)}
+
+
+def _draw_cut(plan: ItemPlan, source: Random) -> dict[str, object] | None:
+    """Of as many cells as there are, or of others, after some or all layers."""
+    cells = source.choice((0, plan.tokens - 1, plan.tokens, plan.tokens + 1, 60_000))
+    cut = TowerCut(cells, source.choice((0.0, 0.3, 0.5, 0.99, 1.0)))
+    return source.choice((None, _as_fields(cut), {**_as_fields(cut), "criterion": ""}))
 
 
 def _draw_text(plan: ItemPlan, source: Random) -> list[tuple[int, int]]:

@@ -116,6 +116,8 @@ class Worker:
             entries += [{"state": "shared-core"}, {"recall": 3, "recall_turns": turns}]
         if not self.rules.served.capabilities.whole_only:
             entries.append({"cells": "flat"})
+        if not self.rules.served.capabilities.whole_tower:
+            entries.append({"tower": "1/2@1/2"})
         pictures = LARGE, page(), OTHER
         for number, entry in enumerate(entries):
             yield self._make(

@@ -6,8 +6,7 @@ nothing: ``test_equivalence.py``, whose requests have pages and rules.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +15,6 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from tests.serving.engine import (
     Engine,
@@ -28,6 +26,7 @@ from tests.serving.engine import (
     turn,
     watch,
 )
+from tests.serving.masked_tower import attending_to
 from tests.serving.runners import in_engine
 from vllm_autoprune.selftest.questions import picture
 from vllm_autoprune.selftest.run import BLOCK
@@ -39,31 +38,6 @@ pytestmark = pytest.mark.engine
 TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v")
 GRIDS = ([1, 16, 12], [1, 2, 30], [1, 18, 22], [1, 2, 2])
 """A page, a thin strip, one with ragged windows, one cell."""
-
-
-@contextmanager
-def attending_to(tower: Any, patches: Tensor) -> Iterator[None]:
-    """Let a tower over whole images attend to kept patches alone."""
-
-    def attend(
-        query: Tensor, key: Tensor, value: Tensor, *lengths: Any, **named: Any
-    ) -> Tensor:
-        edges = lengths[0] if lengths else named["cu_seqlens"]
-        sequence = torch.searchsorted(
-            edges, torch.arange(len(patches), dtype=edges.dtype), right=True
-        )
-        seen = (sequence[:, None] == sequence) & patches
-        q, k, v = (
-            p.reshape(-1, *p.shape[-2:]).transpose(0, 1) for p in (query, key, value)
-        )
-        rows = scaled_dot_product_attention(q, k, v, attn_mask=seen)
-        # NaN where nothing of a sequence is kept.
-        return rows.nan_to_num().transpose(0, 1).reshape(query.shape)
-
-    with ExitStack() as stack:
-        for block in tower.blocks:
-            stack.enter_context(patch.object(block.attn.attn, "forward", attend))
-        yield
 
 
 def start_tiny(

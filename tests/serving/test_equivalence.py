@@ -296,9 +296,9 @@ def interleave(backbone: str, count: int) -> float:
     """Number of preemptions of mixed requests, few of which fit into the KV cache at once.
 
     Of every K, state and control, about none, one or several images, some with audio, and
-    conversations that recall; pages with and without their blank cells, where a model can drop
-    them; at their places where there is room, spread and packed. The server's state has a core and
-    ranks before the merger where it can.
+    conversations that recall; pages with and without the cells that a model can drop before its
+    tower or inside it; at their places where there is room, spread and packed. The server's state
+    has a core and ranks before the merger where it can.
     """
     random = Random(0)
     row = next(row for row in BACKBONES.values() if row.name == backbone)
@@ -340,6 +340,8 @@ def interleave(backbone: str, count: int) -> float:
             entry["cells"] = random.choice(
                 ("none", "flat", "flat", "predicted", "flat:2", "changed+flat")
             )
+        if not row.whole_tower and entry.get("enabled", True):
+            entry["tower"] = random.choice(("none", "1/2@1/2", "2/3@1/3", "12@2/3"))
         if not row.mrope and not row.packed and entry.get("enabled", True):
             entry |= (
                 {"positions": where}

@@ -184,7 +184,10 @@ def test_ranks_choose_the_same_tokens_and_answer_like_one(runner: Runner) -> Non
 
 
 def _answer_by_qwen(
-    settings: Mapping[str, object], ranks: int, **options: object
+    settings: Mapping[str, object],
+    ranks: int,
+    backbone: str = "qwen2_5_vl",
+    **options: object,
 ) -> Ranked:
     sizes = ((112, 112), (200, 112), (96, 208))
     draw = page if "cells" in settings else picture
@@ -197,7 +200,7 @@ def _answer_by_qwen(
         "tensor_parallel_size": ranks,
         **options,
     }
-    engine = start(settings, built("qwen2_5_vl"), **options)
+    engine = start(settings, built(backbone), **options)
     report = _watched(engine, lambda: [engine.chat(talk)[0] for talk in talks])
     engine.stop()
     return report
@@ -216,6 +219,18 @@ def test_ranks_agree_with_m_rope() -> None:
     )
     assert [len(indices) for batch in batches for indices in batch] == [8, 8, 8]
     assert len({str(batch) for batch in batches}) == 3
+
+
+@pytest.mark.exhaustive
+@pytest.mark.only("v1")
+@in_engine
+def test_ranks_agree_on_the_cells_that_leave_a_tower() -> None:
+    settings = {"state": alone("cdpruner"), "budget": 4, "tower": "1/2@1/2"}
+    options: Any = {"backbone": "qwen3_vl", "dtype": "float32"}
+    two = _answer_by_qwen(settings, ranks=2, **options)
+    single = _answer_by_qwen(settings, ranks=1, **options)
+    assert [assert_equal_selections(two)] == single["kept"]
+    assert count_other_texts(single, two) == 0
 
 
 @pytest.mark.exhaustive

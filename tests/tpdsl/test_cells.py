@@ -208,7 +208,5 @@ def test_signals_that_read_a_grid_see_anchors_in_the_place_of_dropped_cells(
 
 
 def test_parts_of_a_grid_have_the_tokens_of_their_cells() -> None:
-    parts, found = (
-        _grid_cells(grid, 2, torch.device("cpu"))[0] for grid in (DENSE, SPARSE)
-    )
+    parts, found = (_grid_cells(images(grid=grid), 2)[0][0] for grid in (DENSE, SPARSE))
     assert found.tolist() == parts[KEPT].tolist()

@@ -147,6 +147,10 @@ def describe_policy(policy: PruningPolicy) -> list[str]:
         sentences.append(
             f"Cells are dropped before the vision tower by the rule {state.cells}."
         )
+    if state.tower is not None:
+        sentences.append(
+            f"Cells are dropped inside the vision tower by the rule {state.tower}."
+        )
     if state.frames is not None:
         rule = f"{state.frames.tokens.rule()}, spread over its frames: {state.frames.budget}"
         sentences.append(f"Of a video it keeps {rule}.")

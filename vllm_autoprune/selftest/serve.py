@@ -155,7 +155,7 @@ def _leave_out_cells(engine: TinyEngine, completions: Completions) -> list[int] 
     engine.empty_caches()
     completions["alone few"] = engine.ask(PAGE_QUESTION, SMALL_BUDGET, cells="flat")
     grid = recorded.features[-1].regions[0].grid
-    cells = grid.at_tokens(torch.arange(grid.height * grid.width))
+    cells = grid.at_encoded(torch.arange(grid.height * grid.width))
     return list(map(int, cells))
 
 

@@ -54,6 +54,7 @@ def describe(served: ServedState) -> dict[str, JsonValue]:
         "packed_only": served.capabilities.packed_only or None,
         "core": core,
         "cells": None if served.cells is None else str(served.cells),
+        "tower": None if served.tower is None else str(served.tower),
         "reads": [*sorted(policy.needs)],
         "unavailable": [*sorted(need for need, _ in served.capabilities.unavailable)],
         "sign": 1 if served.text_tower is None else served.text_tower.sign,

@@ -11,6 +11,7 @@ from PIL import Image
 from vllm_autoprune.errors import RequestError
 from vllm_autoprune.serving.plan import ENTRY, Chooser, Ids, ItemPlan, Key
 from vllm_autoprune.tpdsl.tokens import Positions
+from vllm_autoprune.tpdsl.tower import VERSION
 
 if TYPE_CHECKING:
     from vllm_autoprune.serving.served_state import ServedState
@@ -55,6 +56,13 @@ def make_cache_identity(
     return make_identity(image, served, budget, keep, read, core, positions)
 
 
+def identify_encoded(content: str, plan: ItemPlan) -> str:
+    """Identity of what a tower encodes of an item, whose pixels ``content`` identifies."""
+    if plan.tower is None:
+        return content
+    return make_identity("tower", content, plan.tower, plan.tokens, VERSION)
+
+
 def identify_item(
     served: ServedState,
     plan: ItemPlan,
@@ -68,6 +76,7 @@ def identify_item(
     ``size`` is the width and height that the item is resized to, or None.
     """
     state = served.state_for_plan(plan)
+    content = identify_encoded(content, plan)
     if plan.part == "core":
         # A core is shared by all questions, K and states that choose it alike.
         return make_identity(

@@ -21,6 +21,10 @@ from vllm_autoprune.serving.plan import (
     plan_error,
 )
 
+CUT_FIELD = "autoprune_tower"
+"""Name of the input ``(3,)`` of an image that loses cells inside the tower: the number that stay,
+the first layer that only these pass, and the index of the criterion. Made in a worker."""
+
 CELLS_FIELD = "autoprune_cells"
 """Name of the field with the anchors ``(N,)`` (:mod:`vllm_autoprune.tpdsl.cells`) of an image whose
 cells were dropped; absent or empty for an image that is whole."""
@@ -97,8 +101,9 @@ def check_inputs(
             raise plan_error(f"does not fit the {len(pixels)} rows of pixels", name)
     tokens = _count_video(plan, modality, fields, pixels, frame)
     tokens = _count_grid(modality, fields, pixels) if tokens is None else tokens
-    if tokens not in (None, plan.tokens):
-        raise plan_error(f"has N = {plan.tokens}, and its item has {tokens}")
+    planned = plan.tokens if plan.tower is None else plan.tower.encoded
+    if tokens not in (None, planned):
+        raise plan_error(f"has N = {planned}, and its item has {tokens}")
     _check_text(plan, frame)
     anchors = fields.get(CELLS_FIELD)
     if plan.keep == "resized" and isinstance(anchors, Tensor) and len(anchors):

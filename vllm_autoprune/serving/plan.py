@@ -18,6 +18,7 @@ from vllm_autoprune.serving.plan_codec import RowCodec
 from vllm_autoprune.serving.state_codec import MAX_STATE_BYTES
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
 from vllm_autoprune.tpdsl.tokens import Positions
+from vllm_autoprune.tpdsl.tower import Criterion
 
 FIELD = "autoprune_plan"
 """Name of the multi-modal field that carries a plan to the worker."""
@@ -105,6 +106,22 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class TowerCut:
+    """Cells of an image that leave the vision tower after part of its layers."""
+
+    encoded: Annotated[int, Meta(ge=1, le=MAX_BUDGET)]
+    """Number of cells with which the tower starts."""
+    depth: Annotated[float, Meta(ge=0.01, le=0.99)]
+    """Share of the tower's layers that all cells pass."""
+    criterion: Criterion = "difference"
+    """What ranks the cells."""
+
+    def find_layer(self, layers: int) -> int:
+        """Index of the first of so many layers that only the remaining cells pass."""
+        return min(max(1, round(self.depth * layers)), layers - 1)
+
+
+@dataclass(frozen=True, slots=True)
 class ItemPlan:
     """Plan of one item of a prompt: an image, a video, or one part of an image.
 
@@ -144,6 +161,9 @@ class ItemPlan:
     """T of a video; 0 for an image."""
     positions: Positions = "true"
     """Where its tokens stand; they are packed if there is no room."""
+    tower: TowerCut | None = None
+    """Which of an image's cells leave the vision tower, if any do; :attr:`tokens` counts the
+    others."""
 
     @property
     def group(self) -> tuple[object, ...]:
@@ -192,6 +212,7 @@ class ItemPlan:
         )
         delta = replace(self, budget=self.budget - core, part="delta", core=core)
         alone = replace(alone, tokens=self.tokens, core=core, positions=self.positions)
+        alone = replace(alone, tower=self.tower)
         return alone, delta
 
     def recall(self, budget: int) -> ItemPlan:
@@ -259,6 +280,11 @@ def _find_contradiction(plan: ItemPlan) -> str:
         return f"has T = {plan.frames} of N = {plan.tokens}"
     if plan.tokens > MAX_BUDGET and not plan.frames:
         return f"has N = {plan.tokens}"
+    if plan.tower is not None:
+        if plan.frames or plan.keep == "resized":
+            return "drops cells inside the tower of a video, or of a resized image"
+        if not 0 < plan.tokens < plan.tower.encoded:
+            return f"drops all but {plan.tokens} of {plan.tower.encoded} cells"
     if plan.text != tuple(sorted(plan.text, key=itemgetter(0))):
         return "has text that is out of order"
     if (plan.part == "recall") != bool(plan.earlier):
@@ -281,7 +307,7 @@ _LONGEST = 1 << 19
 """Bound of the bytes of a plan; one with as many earlier choices and as much text as possible fits.
 """
 
-_CODEC = RowCodec(ItemPlan, 7, _LONGEST)
+_CODEC = RowCodec(ItemPlan, 8, _LONGEST)
 
 
 _RENDERED = "send images, or inputs that a server with the same settings has rendered"

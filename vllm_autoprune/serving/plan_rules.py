@@ -143,6 +143,13 @@ def _find_part_problem(rules: PlanRules, plan: ItemPlan) -> str:
     return ""
 
 
+def _find_tower_problem(rules: PlanRules, plan: ItemPlan) -> str:
+    """Problem of cells that no tower of this model drops."""
+    if plan.tower is None or not rules.served.capabilities.whole_tower:
+        return ""
+    return "drops cells inside the tower, and all of this model's pass it"
+
+
 def _find_need_problem(rules: PlanRules, plan: ItemPlan) -> str:
     """Problem of inputs of the plan's state that the worker does not make."""
     if not plan.state:
@@ -157,6 +164,7 @@ _CHOICE_RULES: tuple[Callable[[PlanRules, ItemPlan], str], ...] = (
     _find_token_problem,
     _find_permission_problem,
     _find_part_problem,
+    _find_tower_problem,
     _find_need_problem,
 )
 """Functions that describe a problem of a plan's choice, or return an empty text; each may rely on

@@ -19,6 +19,7 @@ from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
 from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import Need, Positions
+from vllm_autoprune.tpdsl.tower import Tower
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -36,6 +37,8 @@ class Capabilities:
     """Inputs that states cannot read, each with the reason."""
     whole_only: str = ""
     """Why no cell can be dropped before the tower; empty if cells can be dropped."""
+    whole_tower: str = ""
+    """Why no cell can be dropped inside the tower; empty if cells can be dropped."""
     packed_only: str = ""
     """Why kept tokens can only stand one after the other; empty if they need not."""
     axes: int = 0
@@ -71,6 +74,8 @@ class ServedState:
     """Size of one token in the KV cache, in bytes; None if unknown."""
     cells: Cells | None = None
     """Rule for the cells that are dropped before the tower."""
+    tower: Tower | None = None
+    """Rule for the cells that are dropped inside the tower."""
     video_budget: BudgetCall | None = None
     """Number of tokens kept of a video, which replaces the state's own rule."""
     positions: Positions | None = None

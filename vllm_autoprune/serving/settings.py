@@ -46,8 +46,10 @@ from vllm_autoprune.tpdsl.loading import load_state, suggest_name
 from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import POSITIONS, Positions
+from vllm_autoprune.tpdsl.tower import Tower
 
 CELLS_FLAG = "--autoprune-cells"
+CUT_FLAG = "--autoprune-tower"
 DETAIL_FLAG = "--autoprune-detail"
 HISTORY_FLAG = "--autoprune-history"
 _STATE_FLAG = "--autoprune-state"
@@ -134,6 +136,11 @@ class Settings(BaseModel):
         "Cells of a picture that are dropped before the vision tower: `flat`, those of one colour "
         "that their neighbours predict; `predicted`, all of these; `changed`, those that the image "
         "before has at the same place; `changed+flat`; `none`. Default: the state's.",
+    )
+    tower: Tower | None = _flag(
+        "SHARE@DEPTH",
+        "Cells of a picture that stay after a share of the vision tower's layers: `2/3@1/3` drops "
+        "a third of them after a third of the layers; `none`. Default: the state's.",
     )
     positions: Positions | None = _flag(
         "WHERE",
@@ -251,14 +258,17 @@ class Settings(BaseModel):
         _check_budget(VIDEO_BUDGET_FLAG, budget, info, video=True)
         return budget
 
-    @field_validator("cells", mode="plain")
+    @field_validator("cells", "tower", mode="plain")
     @classmethod
-    def read_cells(cls, value: object, info: ValidationInfo) -> Cells | None:
-        """The rule for cells; the state's own if none is set."""
-        if value is None:
-            return info.data["state"].cells if "state" in info.data else None
+    def read_rule(cls, value: object, info: ValidationInfo) -> Cells | Tower | None:
+        """A rule for cells, before the tower or inside it; the state's own if none is set."""
+        state = info.data.get("state")
         try:
-            return Cells.parse(value, CELLS_FLAG)
+            if info.field_name == "cells":
+                value = state.cells if value is None and state else value
+                return None if value is None else Cells.parse(value, CELLS_FLAG)
+            value = state.tower if value is None and state else value
+            return None if value is None else Tower.parse(value, CUT_FLAG)
         except StateError as error:
             raise _InvalidSetting("settings", error.problems) from None
 

@@ -274,6 +274,7 @@ def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
         settings.rules,
         model.find_capabilities(),
         cells=settings.cells,
+        tower=settings.tower,
         video_budget=settings.video_budget,
         positions=settings.positions,
     )

@@ -27,6 +27,7 @@ from vllm_autoprune.serving.plan import LINE, MROPE
 from vllm_autoprune.serving.served_state import NEEDS, Capabilities
 from vllm_autoprune.serving.settings import (
     CELLS_FLAG,
+    CUT_FLAG,
     POSITIONS_FLAG,
     RECALL_FLAG,
     VIDEO_BUDGET_FLAG,
@@ -69,6 +70,17 @@ class ServedModel:
         return reason
 
     @property
+    def whole_tower(self) -> str:
+        """Why no cell of an image can be dropped inside the tower; empty if one can be."""
+        if self.backbone.whole_tower:
+            return self.backbone.whole_tower
+        if vars(self.config.compilation_config).get("compile_mm_encoder"):
+            return "is served with a compiled tower, whose layers cannot be entered"
+        if _splits_images(self):
+            return "is served with a tower whose ranks encode different images"
+        return ""
+
+    @property
     def prunes_videos(self) -> bool:
         """Whether tokens of videos can be chosen."""
         return self.backbone.videos and not self.encodes_only
@@ -100,6 +112,7 @@ class ServedModel:
         return Capabilities(
             tuple(unavailable),
             self.whole_only,
+            self.whole_tower,
             self.packed_only,
             axes=0 if self.packed_only else axes,
             prunes_videos=self.prunes_videos,
@@ -271,6 +284,12 @@ def _check_cells(model: ServedModel, settings: Settings) -> Iterator[Problem]:
         yield Problem(CELLS_FLAG, what, "give none, or leave it and /cells out")
 
 
+def _check_cut(model: ServedModel, settings: Settings) -> Iterator[Problem]:
+    if settings.tower is not None and model.whole_tower:
+        what = f"no cell can leave the tower: this model {model.whole_tower}"
+        yield Problem(CUT_FLAG, what, "give none, or leave it and /tower out")
+
+
 def _check_video_budget(model: ServedModel, settings: Settings) -> Iterator[Problem]:
     if settings.video_budget is not None and not model.prunes_videos:
         what = "no token of a video can be chosen: this server's are left whole"
@@ -300,6 +319,7 @@ def _check_text_tower(model: ServedModel, settings: Settings) -> list[Problem]:
 _SETTING_RULES: Mapping[str, Callable[[ServedModel, Settings], Iterable[Problem]]] = {
     "recalls": _check_recall,
     "cells": _check_cells,
+    "cells inside the tower": _check_cut,
     "videos": _check_video_budget,
     "positions": _check_positions,
     "text tower": _check_text_tower,

@@ -31,6 +31,7 @@ from vllm_autoprune.tpdsl.cells import Cells
 from vllm_autoprune.tpdsl.frames import Frames
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, StatePart, default_call
 from vllm_autoprune.tpdsl.tokens import Need, Positions, RankAt, Shares, VisualTokens
+from vllm_autoprune.tpdsl.tower import Tower
 
 # The grammar below is built from the registry, so these imports have to declare the atoms first.
 
@@ -237,6 +238,12 @@ class PruningState(StatePart):
         exclude_if=lambda cells: cells is None,
         description="extension: blank or unchanged cells of a picture that are dropped before the "
         "vision tower; null: none",
+    )
+    tower: Tower | None = Field(
+        default=None,
+        exclude_if=lambda tower: tower is None,
+        description="extension: cells of a picture that are dropped inside the vision tower; "
+        "null: none",
     )
     frames: Frames | None = Field(
         default=None,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.errors import SelectionError
-from vllm_autoprune.ops.rowwise import upload
+from vllm_autoprune.ops.rowwise import mask_from_indices, upload
 from vllm_autoprune.ops.similarity import cosines, cosines_with, plain_cosines
 from vllm_autoprune.tpdsl.prefix import LanguagePrefix
 
@@ -166,10 +166,18 @@ class Grid:
     only some cells are tokens; empty if all are."""
     video: bool = False
     """Whether the tiles are the frames of a video in time order."""
+    remaining: int = 0
+    """Tokens of the only tile that a vision tower has not dropped, whose places
+    (:attr:`VisualTokens.places`) only the device knows; 0 if none were dropped."""
 
     @property
     def per_tile(self) -> int:
         """Tokens per tile, n."""
+        return self.remaining or self.encoded_per_tile
+
+    @property
+    def encoded_per_tile(self) -> int:
+        """Cells per tile that a vision tower starts with."""
         return (
             len(_read_anchors(self.anchors)[0])
             if self.anchors
@@ -181,8 +189,8 @@ class Grid:
         """Tokens per image, N."""
         return self.per_tile * self.tiles
 
-    def at_tokens(self, values: Tensor) -> Tensor:
-        """Select the values ``(..., n)`` of the tokens from those of all places.
+    def at_encoded(self, values: Tensor) -> Tensor:
+        """Select the values ``(..., n)`` of the cells that a tower starts with.
 
         Shape ``(..., height * width) -> (..., n)``.
         """
@@ -193,26 +201,11 @@ class Grid:
         )
 
     def at_places(self, values: Tensor, dim: int = -1) -> Tensor:
-        """Inverse of :meth:`at_tokens` in one dimension: empty places get their anchor's values."""
+        """Inverse of :meth:`at_encoded` in one dimension; empty places have their anchor's."""
         if not self.anchors:
             return values
         return values.index_select(
             dim, upload(_read_anchors(self.anchors)[1], values.device)
-        )
-
-    def centre_distance(self, device: torch.device) -> Tensor:
-        """Distance ``(N,)`` of each token from its tile's centre; corners are at (+-1, +-1).
-
-        As in the released code, the first and the last row and column lie on the border.
-        """
-        y, x = (
-            torch.linspace(-1, 1, side, device=device)
-            if side > 1
-            else torch.zeros(1, device=device)
-            for side in (self.height, self.width)
-        )
-        return self.at_tokens(torch.hypot(y[:, None], x[None, :]).flatten()).repeat(
-            self.tiles
         )
 
 
@@ -256,6 +249,9 @@ class VisualTokens:
     merged: Tensor | None = None
     """``(B, N, D)`` after the merger, if ``features`` are the tokens before it
     (:attr:`before_merger`)."""
+    places: Tensor | None = None
+    """``(B, N)`` ascending: the index of each token among the cells that the vision tower started
+    with, if it has dropped some (:attr:`Grid.remaining`)."""
 
     def __post_init__(self) -> None:
         if self.features.dim() != 3 or self.features.shape[1] != self.grid.tokens:
@@ -335,6 +331,48 @@ class VisualTokens:
         if self.known_cosine is not None:
             return self.known_cosine()
         return cosines(self.features, self.norm)
+
+    def at_tokens(self, values: Tensor) -> Tensor:
+        """Select the values of the tokens from those of all places of a tile.
+
+        Shape ``(R, height * width) -> (R, n)``, where R is B * T, or 1 for values that all tiles
+        share. If a tower has dropped cells, which differ between images, 1 becomes B.
+        """
+        values = self.grid.at_encoded(values)
+        if self.places is None:
+            return values
+        return values.expand(self.batch, -1).gather(1, self.places)
+
+    def at_places(self, values: Tensor) -> Tensor:
+        """Values ``(R, places, places)`` of all pairs of places from those ``(R, n, n)`` of tokens.
+
+        An empty place gets the values of its anchor; one that a tower has emptied those of the last
+        token before it, or else of the first.
+        """
+        if self.places is not None:
+            count = self.grid.encoded_per_tile
+            filled = mask_from_indices(self.places, count).cumsum(1) - 1
+            index = filled.clamp_min(0)
+            values = values.gather(2, index[:, None].expand(-1, values.shape[1], -1))
+            values = values.gather(1, index[:, :, None].expand(-1, -1, count))
+        return self.grid.at_places(self.grid.at_places(values), 1)
+
+    @property
+    def centre_distance(self) -> Tensor:
+        """Distance ``(R, N)`` of each token from its tile's centre; corners are at (+-1, +-1).
+
+        R is as of :meth:`at_tokens`. As in the released code, the first and the last row and column
+        lie on the border.
+        """
+        device = self.features.device
+        y, x = (
+            torch.linspace(-1, 1, side, device=device)
+            if side > 1
+            else torch.zeros(1, device=device)
+            for side in (self.grid.height, self.grid.width)
+        )
+        distance = torch.hypot(y[:, None], x[None, :]).flatten()
+        return self.at_tokens(distance[None]).repeat(1, self.grid.tiles)
 
     def by_tile(self, values: Tensor) -> Tensor:
         """Reshape ``(B, N, ...)`` to ``(B * T, n, ...)``."""

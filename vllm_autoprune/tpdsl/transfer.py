@@ -264,6 +264,11 @@ class _Transfer:
             self.why["/cells"] = (
                 f"{backbone.name} has no patch merger, and encodes whole images"
             )
+        if state.tower is not None and not backbone.merger:
+            self.document["tower"] = None
+            self.why["/tower"] = (
+                f"the vision tower of {backbone.name} passes all cells through all layers"
+            )
         self.why["/scoring"] = (
             f"relevance on {backbone.name} is measured in {_SPACES[backbone.relevance]}"
         )

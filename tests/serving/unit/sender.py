@@ -107,6 +107,7 @@ class Sender:
         axes = MROPE if backbone.mrope else LINE
         capabilities = Capabilities(
             whole_only=backbone.whole_only,
+            whole_tower=backbone.whole_tower,
             packed_only=packed_only,
             axes=0 if packed_only else axes,
             prunes_videos=backbone.videos,

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.serving.engine import CLIP
 from tests.serving.unit.samples import served
@@ -26,9 +26,11 @@ from tests.serving.unit.signal_models import (
     served_model,
 )
 from tests.stand_in_device import DEVICE, WaitsForDevice, forbid_waiting
-from vllm_autoprune import Grid
+from vllm_autoprune import Grid, load_state
+from vllm_autoprune.serving.models.cut_tower import Cut, CutTower
 from vllm_autoprune.serving.models.mrope import position_channels
 from vllm_autoprune.serving.plan import Choice, ItemPlan
+from vllm_autoprune.serving.state_codec import encode_state
 from vllm_autoprune.serving.worker.batch import (
     ModelParts,
     SelectionContext,
@@ -169,6 +171,64 @@ def test_batches_of_mixed_plans(
         total,
         total,
     ]
+
+
+@pytest.mark.parametrize("base", ["autoprune", "cdpruner", "divprune", "norm"])
+def test_tokens_whose_places_only_the_device_knows(
+    base: str, parts: ModelParts
+) -> None:
+    grid = Grid(6, 6, remaining=20)
+    places = torch.arange(20, device=DEVICE)
+    image = ImageFeatures((replace(region(grid), places=places),))
+    state = load_state(base) if base == "autoprune" else None
+    plan = asked(9, 1, state=b"" if state is None else encode_state(state))
+    name = "divprune" if base == "autoprune" else base
+    assert count_rows(parts, name, [plan, asked(5, 2)], image) == [9, 5]
+
+
+def test_cells_leave_a_tower() -> None:
+    """A whole image beside two that lose cells, in different layers; two deepstack levels."""
+
+    class Block(nn.Module):
+        def forward(self, hidden: Tensor, **metadata: Tensor) -> Tensor:
+            sizes = {len(part) for name, part in metadata.items() if "rotary" in name}
+            assert sizes == {len(hidden)}
+            return hidden
+
+    class Merge(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden.reshape(-1, 4 * WIDTH)
+
+    levels = [Merge(), Merge()]
+    tower = SimpleNamespace(
+        spatial_merge_size=2,
+        blocks=[Block() for _ in range(4)],
+        merger=Merge(),
+        deepstack_merger_list=levels,
+    )
+    rotary = empty(400, 8)
+    edges = empty(4, dtype=torch.int32)
+
+    def encode() -> Tensor:
+        hidden = empty(400, 1, WIDTH)
+        joined = []
+        for layer, block in enumerate(tower.blocks):
+            hidden = block(
+                hidden,
+                cu_seqlens=edges,
+                rotary_pos_emb_cos=rotary,
+                rotary_pos_emb_sin=rotary,
+            )
+            joined += [levels[layer](hidden)] if layer < 2 else []
+        return torch.cat([tower.merger(hidden), *joined], dim=1)
+
+    cuts = [Cut(30, 1, 0), None, Cut(10, 3, 0)]
+    cut = CutTower(tower, [40, 30, 30], cuts, lambda lengths: {"cu_seqlens": edges})
+    with worker_step():
+        rows = cut.run(encode)
+    assert rows.shape == (70, 3 * 4 * WIDTH) and cut.counts == [30, 30, 10]
+    assert cut.cells is not None and cut.cells.shape == (70,)
+    assert not any("forward" in vars(module) for module in (*tower.blocks, *levels))
 
 
 @pytest.mark.parametrize("base", BASE_POLICIES)

@@ -40,6 +40,7 @@ def _compare_states(options: Namespace) -> int:
     for name, before, after in (
         ("ranks at", old.rank_at, new.rank_at),
         ("cells", old.cells, new.cells),
+        ("tower", old.tower, new.tower),
         ("frames", old.frames, new.frames),
     ):
         if before != after:

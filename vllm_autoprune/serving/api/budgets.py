@@ -13,7 +13,7 @@ from vllm_autoprune.errors import Refusal, RequestError
 from vllm_autoprune.serving.api.placeholders import TokenCount
 from vllm_autoprune.serving.api.request import PruningRequest, split_shared_budget
 from vllm_autoprune.serving.history import NO_CORE_FIX, History
-from vllm_autoprune.serving.plan import ENTRY, NO_KEY, ItemPlan
+from vllm_autoprune.serving.plan import ENTRY, NO_KEY, ItemPlan, TowerCut
 from vllm_autoprune.serving.plan_rules import find_cost_problem
 from vllm_autoprune.serving.request_rules import REQUESTS_FLAG, Level, RequestRules
 from vllm_autoprune.serving.request_states import load_request_state
@@ -22,6 +22,7 @@ from vllm_autoprune.serving.state_codec import encode_state
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.cost import FLAG
 from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.tower import Tower
 
 _MAX_COMPARED = 1 << 14
 """Number of tokens of a video that a state may compare with each other, whose cosines take a
@@ -34,6 +35,7 @@ _PRUNING = (
     "state",
     "keep",
     "cells",
+    "tower",
     "positions",
     "history",
 )
@@ -43,6 +45,7 @@ _SETTINGS = (
     "budget",
     "video_budget",
     "cells",
+    "tower",
     "positions",
     "keep",
     "enabled",
@@ -123,6 +126,27 @@ class RequestBudgets:
             what = f"state {self.chosen_state.name!r} has no core"
             raise RequestError.of(where, what, NO_CORE_FIX, kind=Refusal.UNSUPPORTED)
         return history
+
+    @property
+    def tower(self) -> Tower | None:
+        """The rule by which cells leave the tower; None if all stay, as for the resize control.
+
+        Raises :class:`RequestError` for a model that passes all cells through its tower.
+        """
+        request = self.request
+        rule = request.tower
+        if rule is None:
+            rule = self.served.tower if self.state is None else self.state.tower
+        if rule is None or rule == "none":
+            return None
+        if not request.enabled or request.keep == "resized":
+            return None
+        if reason := self.served.capabilities.whole_tower:
+            what = f"no cell can leave the tower: this model {reason}"
+            fix = "leave it out, also of a state"
+            where = f"{ENTRY}/tower"
+            raise RequestError.of(where, what, fix, kind=Refusal.UNSUPPORTED)
+        return rule
 
     @property
     def prunes_videos(self) -> bool:
@@ -279,8 +303,16 @@ class RequestBudgets:
         raise RequestError.of(where, what, fix, kind=Refusal.OUT_OF_RANGE)
 
     def _make_plan(self, count: TokenCount, budget: int) -> ItemPlan:
-        """Plan of an item that keeps K of its tokens, or all if it has no more than K."""
+        """Plan of an item that keeps K of its tokens, or all if it has no more than K.
+
+        Of an image of which the tower would leave K or fewer, all cells pass the whole tower.
+        """
         tokens = count.encoded
+        tower = None
+        rule = None if count.frames else self.tower
+        if rule is not None and budget < rule.count_cells(tokens) < tokens:
+            tower = TowerCut(tokens, rule.depth, rule.criterion)
+            tokens = rule.count_cells(tokens)
         return ItemPlan(
             min(budget, tokens),
             NO_KEY,
@@ -288,6 +320,7 @@ class RequestBudgets:
             state=b"" if self.state is None else encode_state(self.state),
             tokens=tokens,
             frames=count.frames,
+            tower=tower,
             positions=self.served.positions_of(
                 self.chosen_state, self.request.positions
             ),

@@ -20,7 +20,7 @@ from vllm_autoprune.serving.api.positions import (
     PromptItem,
 )
 from vllm_autoprune.serving.compat import depends_on
-from vllm_autoprune.serving.identities import make_feature_key
+from vllm_autoprune.serving.identities import identify_encoded, make_feature_key
 from vllm_autoprune.serving.inputs import (
     CELLS_FIELD,
     PIXELS,
@@ -70,9 +70,8 @@ def check_features(
             check_inputs(
                 plan, feature.modality, fields, rules.served.capabilities.frame
             )
-        seed, key = make_feature_key(
-            MultiModalHasher.hash_kwargs(multimodal.mm_hasher_algorithm, **fields), salt
-        )
+        content = MultiModalHasher.hash_kwargs(multimodal.mm_hasher_algorithm, **fields)
+        seed, key = make_feature_key(identify_encoded(content, plan), salt)
         # A random keep is drawn from the picture, which is not available here.
         seed = plan.key[0] if plan.keep == "random" else seed
         field.data = replace(plan, key=(seed, key)).encode()

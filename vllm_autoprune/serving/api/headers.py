@@ -30,11 +30,12 @@ HEADERS = {
     f"{_PREFIX}-history": 'a rule such as "2:1/8", or "none"',
     f"{_PREFIX}-positions": f"one of {', '.join(POSITIONS)}",
     f"{_PREFIX}-state": "the name of a shipped state",
+    f"{_PREFIX}-tower": 'a rule such as "2/3@1/3", or "none"',
     f"{_PREFIX}-video-budget": 'a budget, such as "tokens_per_frame:16" or "1/8"',
 }
 """The headers, each named like its field of the entry, and their values in words."""
 
-_NAMES = frozenset({"cells", "history", "positions", "state"})
+_NAMES = frozenset({"cells", "history", "positions", "state", "tower"})
 """Fields whose header holds a text; the headers of other fields hold JSON, or a budget as text."""
 
 Headers = Sequence[tuple[str, str]]

@@ -49,6 +49,7 @@ from vllm_autoprune.serving.api.request import PruningRequest
 from vllm_autoprune.serving.api.sized_pictures import SizedPicture
 from vllm_autoprune.serving.identities import (
     hash_pixels,
+    identify_encoded,
     make_feature_key,
     make_identity,
 )
@@ -391,7 +392,8 @@ class RequestPlanner:
                 seed = ""
                 if plan.keep == "random":
                     seed = hash_pixels(media.items.get(i), media.modality)
-                key = make_feature_key(media.digests[i], media.salt, seed)
+                encoded = identify_encoded(media.digests[i], plan)
+                key = make_feature_key(encoded, media.salt, seed)
                 plan = replace(plan, key=key)
             asked_plans.append(plan)
         return asked_plans

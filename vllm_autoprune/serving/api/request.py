@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import lru_cache
@@ -27,6 +27,7 @@ from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET, BudgetCall
 from vllm_autoprune.tpdsl.cells import CELLS_FIX, Cells
 from vllm_autoprune.tpdsl.loading import escape_unprintable, suggest_name
 from vllm_autoprune.tpdsl.tokens import POSITIONS, Positions
+from vllm_autoprune.tpdsl.tower import TOWER_FIX, Tower
 
 SALT = "_autoprune_salt"
 """Key beside the entry under which the renderer passes on the request's :class:`CacheSalt`."""
@@ -91,6 +92,7 @@ _FIX = {
     'image, or {"shared": 96} for all images',
     "state": 'give a shipped name such as "visionzip", or a whole state as an object',
     "cells": CELLS_FIX,
+    "tower": TOWER_FIX,
     "enabled": "give true or false",
     "keep": 'give "state", "reference", "random" or "resized"',
     "positions": f"give {', '.join(POSITIONS)}",
@@ -107,6 +109,14 @@ _KNOWN = f"use: {', '.join(_FIX)}"
 DETAIL_FIX = 'put it beside the picture: "image_url": {"url": ..., "detail": "low"}'
 
 
+_RULES: Mapping[str, type[Cells | Tower | History]] = {
+    "cells": Cells,
+    "tower": Tower,
+    "history": History,
+}
+"""Fields that hold a rule, or ``"none"``."""
+
+
 class PruningRequest(BaseModel):
     """Fields of the entry; for a field that is left out, the server's own choice holds.
 
@@ -115,6 +125,7 @@ class PruningRequest(BaseModel):
     ``state``: the name of a shipped state, or a whole state.
     ``enabled``: false keeps every token.
     ``cells``: the rule by which cells are dropped before the vision tower, or ``"none"``.
+    ``tower``: the rule by which cells are dropped inside the vision tower, or ``"none"``.
     ``positions``: where kept tokens stand.
     ``keep``: the state, or a control: ``"reference"`` (its base policy alone), ``"random"`` or
     ``"resized"`` (the resize control).
@@ -136,6 +147,7 @@ class PruningRequest(BaseModel):
     video_budget: BudgetCall | None = None
     state: str | dict[str, object] | None = None
     cells: Cells | Literal["none"] | None = None
+    tower: Tower | Literal["none"] | None = None
     positions: Positions | None = None
     enabled: bool = True
     keep: Chooser = "state"
@@ -175,15 +187,15 @@ class PruningRequest(BaseModel):
             return value
         raise PydanticCustomError("state", "neither a name nor a state")
 
-    @field_validator("cells", "history", mode="plain")
+    @field_validator(*_RULES, mode="plain")
     @classmethod
     def parse_rule(cls, value: object, info: ValidationInfo) -> object:
-        """A rule for cells, or for older images."""
+        """A rule for cells, before the tower or inside it, or for older images."""
         if value is None or value == "none":
             return value
-        rule = Cells if info.field_name == "cells" else History
-        with _explaining(str(info.field_name)):
-            return rule.parse(value, f"{ENTRY}/{info.field_name}")
+        name = str(info.field_name)
+        with _explaining(name):
+            return _RULES[name].parse(value, f"{ENTRY}/{name}")
 
     @classmethod
     def parse(cls, entry: object) -> PruningRequest:

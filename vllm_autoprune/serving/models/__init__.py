@@ -95,6 +95,8 @@ class Backbone:
     """Why an image cannot be several items of a prompt; empty if it can."""
     whole_only: str = "encodes the patches of an image as a whole square"
     """Why no cell of an image can be dropped before the tower; empty if cells can be dropped."""
+    whole_tower: str = "has a tower that takes no list of sequences in each layer"
+    """Why no cell of an image can be dropped inside the tower; empty if cells can be dropped."""
     videos: bool = False
     """Whether tokens of videos can be chosen; otherwise videos are served as in stock vLLM."""
     graphs: bool = False
@@ -229,6 +231,7 @@ def _qwen(
         replace(field, name=within + field.name) for field in (_MERGED, *fields)
     )
     usual = {"missing": _LAYERS, "mrope": True, "whole_only": "", "budget": "1/2"}
+    usual["whole_tower"] = "has a tower on which that was not tested"
     return Backbone(name, "qwen", stock, fields=checked, **{**usual, **more})
 
 
@@ -287,6 +290,7 @@ _WINDOWS = (
     "has layers with sliding windows, which reach back by tokens and not by positions"
 )
 _NORMALISED = "gets pixels that are normalised before, and cannot be compared"
+_ATTENDS_WITHIN = "has layers that attend within windows, which would lose cells"
 _PLACES_WHOLE = "places the patches of whole images only"
 _MARKS = "the tokens that begin and end an image around every item"
 _TEXT = "text around the tiles of every item"
@@ -296,18 +300,41 @@ BACKBONES: dict[str, Backbone] = {
     for row in (
         _LlavaBackbone("llava", "llava", "LlavaForConditionalGeneration"),
         _LlavaBackbone("llava_next", "llava", "LlavaNextForConditionalGeneration"),
-        _qwen("qwen2_vl", "Qwen2VLForConditionalGeneration", videos=True, graphs=True),
+        _qwen(
+            "qwen2_vl",
+            "Qwen2VLForConditionalGeneration",
+            videos=True,
+            graphs=True,
+            whole_tower="",
+        ),
         _qwen(
             "qwen2_5_vl",
             "Qwen2_5_VLForConditionalGeneration",
             _FULL,
             videos=True,
             graphs=True,
+            whole_tower=_ATTENDS_WITHIN,
         ),
-        _qwen("qwen3_vl", "Qwen3VLForConditionalGeneration", graphs=True, **_NAMED),
-        _qwen("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", **_NAMED),
-        _qwen("qwen3_5", "Qwen3_5ForConditionalGeneration", **_NAMED),
-        _qwen("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", **_NAMED),
+        _qwen(
+            "qwen3_vl",
+            "Qwen3VLForConditionalGeneration",
+            graphs=True,
+            whole_tower="",
+            **_NAMED,
+        ),
+        _qwen(
+            "qwen3_vl_moe",
+            "Qwen3VLMoeForConditionalGeneration",
+            whole_tower="",
+            **_NAMED,
+        ),
+        _qwen("qwen3_5", "Qwen3_5ForConditionalGeneration", whole_tower="", **_NAMED),
+        _qwen(
+            "qwen3_5_moe",
+            "Qwen3_5MoeForConditionalGeneration",
+            whole_tower="",
+            **_NAMED,
+        ),
         _qwen("cosmos3_omni", "Cosmos3ForConditionalGeneration", **_NAMED),
         _qwen(
             "cosmos3_edge",
@@ -330,6 +357,7 @@ BACKBONES: dict[str, Backbone] = {
             _FULL,
             within="thinker_config.",
             architectures=("Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration"),
+            whole_tower=_ATTENDS_WITHIN,
             whole_only=_NORMALISED,
         ),
         _qwen(

@@ -8,6 +8,7 @@ metadata of the whole images, and no forward is patched.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -19,6 +20,7 @@ from vllm.model_executor.layers.attention import MMEncoderAttention
 
 from vllm_autoprune.ops.rowwise import upload
 from vllm_autoprune.serving.compat import depends_on
+from vllm_autoprune.serving.models.cut_tower import Cut, CutTower
 
 _BY_PATCH = ("pos_embeds", "rotary_pos_emb_cos", "rotary_pos_emb_sin")
 """Metadata with one row per patch, in which the patches of a cell are consecutive."""
@@ -27,16 +29,19 @@ Metadata = dict[str, Tensor | None]
 
 
 class CellGrid(list[int]):
-    """The grid of an image and its kept cells ``(M,)``.
+    """The grid of an image and its kept cells ``(M,)``, of which some leave the tower by ``cut``.
 
     As a list it is a grid of M cells: vLLM distributes images over data-parallel ranks by the
     number of their patches, and passes their grids on unchanged.
     """
 
-    def __init__(self, grid: Sequence[int], kept: Tensor, merge: int) -> None:
+    def __init__(
+        self, grid: Sequence[int], kept: Tensor, merge: int, cut: Cut | None = None
+    ) -> None:
         super().__init__([1, merge, merge * len(kept)])
         self.grid = list(grid)
         self.kept = kept
+        self.cut = cut
 
 
 @depends_on(
@@ -55,6 +60,8 @@ class CellTower:
         self.order: Tensor | None = None
         """Raster order of the tokens within the tower at the last call; None if the tower uses that
         order."""
+        self.cut: CutTower | None = None
+        """Cells that have left the tower at the last call; None if none have."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of the tower."""
@@ -62,10 +69,20 @@ class CellTower:
         return parameters
 
     def __call__(self, pixels: Tensor, grids: Sequence[CellGrid]) -> Tensor:
-        """Rows ``(M, D)`` of the kept cells of all images, in raster order."""
+        """Rows ``(M, D)`` of the kept cells of all images, in raster order.
+
+        Cells that leave the tower have none.
+        """
         metadata = self.metadata(grids)
         self.order = metadata.get("reverse_indices")
-        rows: Tensor = self._tower(pixels, None, encoder_metadata=metadata)
+        encode = partial(self._tower, pixels, None, encoder_metadata=metadata)
+        self.cut = None
+        cuts = [grid.cut for grid in grids]
+        if any(cuts):
+            counts = [len(grid.kept) for grid in grids]
+            self.cut = CutTower(self._tower, counts, cuts, self._describe_sequences)
+            return self.cut.run(encode)
+        rows: Tensor = encode()
         return rows
 
     def metadata(self, grids: Sequence[CellGrid]) -> Metadata:
@@ -83,20 +100,23 @@ class CellTower:
         if "window_index" in full:
             metadata, cells = self._cut_windows(grids, cells, sum(sizes))
             metadata |= self._sequences(counts, "_full")
-        elif "sequence_lengths" in full:
-            metadata = self._sequences(counts)
-        else:  # Qwen2-VL's tower
-            edges = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
-            longest = tower.compute_attn_mask_seqlen(edges)
-            metadata = {
-                "cu_seqlens": upload(edges, tower.device),
-                "max_seqlen": longest,
-            }
+        else:
+            metadata = self._describe_sequences(counts)
         patches = upload(
             (cells[:, None] * unit + torch.arange(unit)).flatten(), tower.device
         )
         by_patch = {name: full[name] for name in _BY_PATCH if name in full}
         return metadata | {n: v[patches] for n, v in by_patch.items() if v is not None}
+
+    def _describe_sequences(self, counts: Sequence[int]) -> Metadata:
+        """Metadata of sequences with these patch counts, in a tower without windows."""
+        tower = self._tower
+        if not hasattr(tower, "compute_attn_mask_seqlen"):
+            return self._sequences(counts)
+        # Qwen2-VL's tower
+        edges = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+        longest = tower.compute_attn_mask_seqlen(edges)
+        return {"cu_seqlens": upload(edges, tower.device), "max_seqlen": longest}
 
     def _sequences(self, counts: Sequence[int], suffix: str = "") -> Metadata:
         """Metadata of sequences with these patch counts, in the form of the attention backend."""

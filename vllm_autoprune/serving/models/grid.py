@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +21,14 @@ from vllm_autoprune.serving.api.placeholders import Placeholders, TokenCount
 from vllm_autoprune.serving.api.positions import ItemFields, ItemSize
 from vllm_autoprune.serving.inputs import (
     CELLS_FIELD,
+    CUT_FIELD,
     FRAME_SECONDS,
     VIDEO_GRID,
     VIDEO_PIXELS,
     count_patches,
 )
 from vllm_autoprune.serving.models.cells import CellGrid, CellTower
+from vllm_autoprune.serving.models.cut_tower import Cut
 from vllm_autoprune.serving.models.line import PrunedLine
 from vllm_autoprune.serving.models.mrope import (
     GridLayout,
@@ -53,6 +56,31 @@ def _frame_time(vision_config: Any, seconds: float, frame: int) -> int:
     """Position in time of a frame, with ``seconds`` between frames, in models like Qwen2-VL."""
     factor = seconds * getattr(vision_config, "tokens_per_second", 1.0)
     return int(frame * factor)
+
+
+class _EncodedCells(NamedTuple):
+    """What a tower makes of the cells of images or videos."""
+
+    rows: Sequence[Tensor]
+    """Rows ``(M, D)`` of each."""
+    order: Tensor | None = None
+    """Raster order of all tokens within the tower; None if unknown, or the same."""
+    remaining: Tensor | None = None
+    """Indices, among all cells of all images, of those that have not left the tower; None if none
+    have left."""
+    counts: Sequence[int] = ()
+    """Number of cells with which each image starts, if some have left."""
+
+    def split_places(self) -> list[Tensor | None]:
+        """:attr:`remaining` of each image, among its own cells; None for one that keeps all."""
+        if self.remaining is None:
+            return [None] * len(self.rows)
+        parts = self.remaining.split([len(rows) for rows in self.rows])
+        starts = accumulate([0, *self.counts])
+        return [
+            part - start if len(part) < count else None
+            for part, start, count in zip(parts, starts, self.counts, strict=False)
+        ]
 
 
 class GridVision(GridLayout):
@@ -160,14 +188,16 @@ class GridVision(GridLayout):
         name = VIDEO_GRID if are_videos else self.grids
         grids = torch.stack([image[name] for image in images])
         with self.recording():
-            rows, order = self._run_tower(images, grids)
+            encoded = self._run_tower(images, grids)
+        rows = encoded.rows
         lengths = [len(part) * self.merge**2 for part in rows]
         if are_videos:  # each frame is a sequence of its own
             frames = grids[:, 1:].prod(dim=1).repeat_interleave(grids[:, 0])
             lengths = frames.tolist()
-        signals = self._take_signals(grids, lengths, order)
+        signals = self._take_signals(grids, lengths, encoded)
         counts = [len(part) for part in rows]
         split = {signal: part.split(counts) for signal, part in signals.items()}
+        places = encoded.split_places()
         features = []
         for i, (image, grid_of_image) in enumerate(
             zip(images, grids.tolist(), strict=True)
@@ -176,32 +206,36 @@ class GridVision(GridLayout):
             of_image: dict[Signal, Tensor] = {
                 signal: parts[i].clone() for signal, parts in split.items()
             }
-            region = self._make_region(image, grid_of_image, rows[i], of_image)
+            region = self._make_region(
+                image, grid_of_image, rows[i], of_image, places[i]
+            )
             features.append(ImageFeatures((region,)))
         return features
 
-    def _run_tower(
-        self, images: Sequence[ImageInputs], grids: Tensor
-    ) -> tuple[Sequence[Tensor], Tensor | None]:
+    def _run_tower(self, images: Sequence[ImageInputs], grids: Tensor) -> _EncodedCells:
         """Rows ``(N, D)`` of each image or video, and the tower's order of tokens, if known."""
         if VIDEO_PIXELS in images[0]:
             pixels = torch.cat([image[VIDEO_PIXELS] for image in images])
             inputs = {VIDEO_PIXELS: pixels, VIDEO_GRID: grids}
             checked = self._model._parse_and_validate_video_input(**inputs)
-            return self._model._process_video_input(checked), None
+            return _EncodedCells(self._model._process_video_input(checked))
         parts = [image["pixel_values"] for image in images]
         anchors = [image.get(CELLS_FIELD) for image in images]
-        if any(of_image is not None for of_image in anchors):
-            return self._encode_cells(torch.cat(parts), grids, anchors)
-        return self.rows(torch.cat(parts) if self.joined_images else parts, grids), None
+        cuts = [
+            Cut(*image[CUT_FIELD].tolist()) if CUT_FIELD in image else None
+            for image in images
+        ]
+        if any(of_image is not None for of_image in (*anchors, *cuts)):
+            return self._encode_cells(torch.cat(parts), grids, anchors, cuts)
+        rows = self.rows(torch.cat(parts) if self.joined_images else parts, grids)
+        return _EncodedCells(rows)
 
     def _take_signals(
-        self, grids: Tensor, lengths: Sequence[int], order: Tensor | None
+        self, grids: Tensor, lengths: Sequence[int], encoded: _EncodedCells
     ) -> dict[Signal, Tensor]:
         """What the hooks have read of all tokens, in raster order.
 
-        ``lengths`` are the numbers of patches of each sequence in the tower's attention. ``order``
-        has the indices of all tokens within the tower, if known.
+        ``lengths`` are the numbers of patches of each sequence in the tower's attention.
         """
         signals = {signal: hook.take() for signal, hook in self.merger.items()}
         if self.attention is not None:
@@ -212,6 +246,12 @@ class GridVision(GridLayout):
         for signal, part in signals.items():
             if len(part) == sum(lengths):
                 signals[signal] = self.merge_patches(part, grids)
+        remaining = encoded.remaining
+        for signal, part in signals.items():
+            # Read at a layer before cells left the tower.
+            if remaining is not None and len(part) > len(remaining):
+                signals[signal] = part[remaining]
+        order = encoded.order
         order = self.tower_order(grids) if order is None else order
         if order is None:
             return signals
@@ -223,14 +263,19 @@ class GridVision(GridLayout):
         grid_of_patches: Sequence[int],
         rows: Tensor,
         signals: Signals,
+        remaining: Tensor | None,
     ) -> Region:
-        """The tokens of one image or video ``(N, D + E)``, with their positions under M-RoPE."""
+        """The tokens of one image or video ``(N, D + E)``, with their positions under M-RoPE.
+
+        ``remaining`` ``(N,)`` are the cells that have not left the tower, if some have.
+        """
         *frames, height, width = grid_of_patches
         anchors = image.get(CELLS_FIELD)
         grid = Grid(
             height // self.merge,
             width // self.merge,
             anchors=b"" if anchors is None else anchors.numpy().tobytes(),
+            remaining=0 if remaining is None else len(remaining),
         )
         if VIDEO_PIXELS in image:
             grid = replace(grid, tiles=frames[0], video=True)
@@ -238,7 +283,9 @@ class GridVision(GridLayout):
         if isinstance(self._model, PrunedMRope) and self._model.autoprune_axes:
             times = self._frame_times(image, grid.tiles)
             places = position_channels(grid.height, grid.width, rows.device, times)
-            channels.append(grid.at_tokens(places.T).T.to(rows.dtype))
+            places = grid.at_encoded(places.T).T
+            places = places if remaining is None else places[remaining]
+            channels.append(places.to(rows.dtype))
         return Region(
             grid,
             rows[:, : self._width].clone(),
@@ -247,6 +294,7 @@ class GridVision(GridLayout):
             order=torch.arange(grid.tokens, device=rows.device)
             if self.ordered
             else None,
+            places=remaining,
         )
 
     def model_parts(self) -> ModelParts:
@@ -266,27 +314,34 @@ class GridVision(GridLayout):
         return [_frame_time(vision, seconds, frame) for frame in range(frames)]
 
     def _encode_cells(
-        self, pixels: Tensor, grids: Tensor, anchors: Sequence[Tensor | None]
-    ) -> tuple[Sequence[Tensor], Tensor | None]:
+        self,
+        pixels: Tensor,
+        grids: Tensor,
+        anchors: Sequence[Tensor | None],
+        cuts: Sequence[Cut | None],
+    ) -> _EncodedCells:
         """Rows ``(M, D)`` of each image, and the raster order of all tokens within the tower.
 
         For an image that is encoded whole, all cells are kept.
         """
         tower = CellTower(self._model.visual)
         cells = []
-        for grid, of_image in zip(grids, anchors, strict=True):
+        for grid, of_image, cut in zip(grids, anchors, cuts, strict=True):
             kept = torch.arange(self.count(grid))
             if of_image is not None:
                 kept = kept[of_image == kept]
-            cells.append(CellGrid(grid.tolist(), kept, self.merge))
+            cells.append(CellGrid(grid.tolist(), kept, self.merge, cut))
         if self._model.use_data_parallel:
             rows = run_dp_sharded_mrope_vision_model(
                 tower, pixels, cells, rope_type="rope_3d"
             )
-            return rows, None  # policies read nothing inside such a tower
-        return tower(pixels, cells).split(
-            [len(grid.kept) for grid in cells]
-        ), tower.order
+            return _EncodedCells(rows)  # policies read nothing inside such a tower
+        rows = tower(pixels, cells)
+        counts = [len(grid.kept) for grid in cells]
+        if tower.cut is None:
+            return _EncodedCells(rows.split(counts), tower.order)
+        parts = rows.split(tower.cut.counts)
+        return _EncodedCells(parts, tower.order, tower.cut.cells, counts)
 
     # Arithmetic of the processor, used in the API server.
 

@@ -176,6 +176,10 @@ class PrunedModel(_Stock):
             # All dummy images are equal, so caching them would measure too little memory.
             features = vision.encode([image.inputs for image in images])
             return self._autoprune_select(plans, features)
+        images = [
+            vision.cut_tower(image, plan)
+            for image, plan in zip(images, plans, strict=True)
+        ]
         # Times that are not published would accumulate.
         metrics = self.autoprune_metrics if is_rank_zero() else None
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from operator import attrgetter
@@ -17,7 +17,9 @@ from vllm.model_executor.models.interfaces import SupportsMultiModal
 
 from vllm_autoprune.serving.compat import depends_on
 from vllm_autoprune.serving.compat.worker import connect_ranks
-from vllm_autoprune.serving.plan import NO_KEY, Key
+from vllm_autoprune.serving.inputs import CUT_FIELD
+from vllm_autoprune.serving.models.cut_tower import CRITERIA
+from vllm_autoprune.serving.plan import NO_KEY, ItemPlan, Key
 from vllm_autoprune.serving.served_state import ServedState
 from vllm_autoprune.serving.worker.batch import ModelParts
 from vllm_autoprune.serving.worker.features import (
@@ -109,6 +111,14 @@ class Vision(ABC):
     def find_attention(self) -> Any:
         """Attention module of the last layer that the model reads."""
         return attrgetter(self.attention_name)(attrgetter(self.layers)(self._model)[-1])
+
+    def cut_tower(self, image: ModelImage, plan: ItemPlan) -> ModelImage:
+        """The image with what its plan drops inside the tower."""
+        if plan.tower is None:
+            return image
+        layer = plan.tower.find_layer(len(attrgetter(self.layers)(self._model)))
+        cut = (plan.tokens, layer, CRITERIA.index(plan.tower.criterion))
+        return replace(image, inputs={**image.inputs, CUT_FIELD: torch.tensor(cut)})
 
     def hook_attention(self) -> InputHook[QueriesAndKeys]:
         """Hook on the attention of the last layer that the model reads."""

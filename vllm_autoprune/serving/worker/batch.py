@@ -306,7 +306,8 @@ class _RegionBatch:
         """Select the region's share of every image's tokens."""
         plan = self.plans[0]
         projected = stack([region.projected for region in self.regions])
-        bare = VisualTokens(projected, self.regions[0].grid)
+        places = stack_present(region.places for region in self.regions)
+        bare = VisualTokens(projected, self.regions[0].grid, places=places)
         if plan.keep == "resized":
             return pool_tokens(self.budget, bare)
         if plan.keep == "random":

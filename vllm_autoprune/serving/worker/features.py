@@ -69,6 +69,9 @@ class Region:
     order: Tensor | None = None
     """``(N,)``: the index of each token among all rows that the model makes of the image. None if
     the rows are the tokens of all regions, in order."""
+    places: Tensor | None = None
+    """``(N,)``: the index of each token among the cells with which the tower started, if it has
+    dropped some."""
     share: int = 1
     """The region's share of the budget, in tiles of the vision tower."""
     cosines: dict[Compared, Tensor] = field(default_factory=dict, init=False)
@@ -90,7 +93,9 @@ class Region:
         yield from self.signals.values()
         yield from self.cosines.values()
         yield from (
-            part for part in (self.extra_channels, self.order) if part is not None
+            part
+            for part in (self.extra_channels, self.order, self.places)
+            if part is not None
         )
 
     @property

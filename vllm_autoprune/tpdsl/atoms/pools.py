@@ -57,15 +57,20 @@ class _ClusterPartition(PartitionCall):
 Partition = Annotated[PartitionCall, OneOf("candidate_pool", PartitionCall)]
 
 
-def _grid_cells(grid: Grid, cells: int, device: torch.device) -> tuple[Tensor, int]:
-    """Cell ``(N,)`` of each token, and the number of cells; every tile has its own cells."""
+def _grid_cells(tokens: VisualTokens, cells: int) -> tuple[Tensor, int]:
+    """Cell ``(R, N)`` of each token, and the number of cells; every tile has its own cells.
+
+    R is as of :meth:`.VisualTokens.at_tokens`.
+    """
+    grid = tokens.grid
+    device = tokens.features.device
     rows = min(cells, grid.height)
     columns = min(cells, grid.width)
     y = torch.arange(grid.height, device=device) * rows // grid.height
     x = torch.arange(grid.width, device=device) * columns // grid.width
-    of_tile = grid.at_tokens((y[:, None] * columns + x).flatten())
+    of_tile = tokens.at_tokens((y[:, None] * columns + x).reshape(1, -1))
     offset = torch.arange(grid.tiles, device=device)[:, None] * (rows * columns)
-    return (offset + of_tile).flatten(), grid.tiles * rows * columns
+    return (offset + of_tile[:, None]).flatten(1), grid.tiles * rows * columns
 
 
 @atom("candidate_pool", _ClusterPartition)
@@ -77,7 +82,7 @@ def _feature_cluster_partition(call: _ClusterPartition, tokens: VisualTokens) ->
 @atom("candidate_pool", _GridPartition)
 def _spatial_grid_partition(call: _GridPartition, tokens: VisualTokens) -> Tensor:
     """Label tokens by their cell in a regular grid over each tile."""
-    cells, _ = _grid_cells(tokens.grid, call.cells, tokens.features.device)
+    cells, _ = _grid_cells(tokens, call.cells)
     return cells.expand(tokens.batch, -1)
 
 
@@ -178,11 +183,11 @@ def _spatial_coverage_pool_builder(
     allowed: _Candidates,
 ) -> Tensor:
     """The token of highest quality in each grid cell without a reference token."""
-    cells, count = _grid_cells(tokens.grid, call.cells, g.device)
+    cells, count = _grid_cells(tokens, call.cells)
     labels = cells.expand(tokens.batch, -1)
     covered = mask_from_indices(labels.gather(1, reference), count).gather(1, labels)
     scores = g.masked_fill(covered | ~allowed.mask, -torch.inf)
-    inside = cells[:, None] == torch.arange(count, device=g.device)
+    inside = cells[:, :, None] == torch.arange(count, device=g.device)
     value, best = scores[:, :, None].masked_fill(~inside, -torch.inf).max(dim=1)
     # A cell without a candidate marks position N, which is cut off below.
     best = best.where(value > -torch.inf, tokens.count)

@@ -282,13 +282,13 @@ class _Recipe:
             token = torch.arange(grid.tokens, device=similarity.device)
             tile = token // grid.per_tile
             position = torch.arange(grid.height * grid.width, device=similarity.device)
-            position = grid.at_tokens(position).repeat(grid.tiles)
-            y = position // grid.width
-            x = position % grid.width
-            apart = torch.maximum((y[:, None] - y).abs(), (x[:, None] - x).abs())
-            near = ((tile[:, None] == tile) & (apart <= call.radius))[
-                indices
-            ].transpose(1, 2)
+            position = tokens.at_tokens(position[None]).repeat(1, grid.tiles)
+            position = position.expand(tokens.batch, -1)
+            apart = torch.maximum(
+                _distance_to_anchors(position // grid.width, indices),
+                _distance_to_anchors(position % grid.width, indices),
+            )
+            near = (tile[:, None] == tile[indices][:, None]) & (apart <= call.radius)
             nearby = similarity.masked_fill(~near, -torch.inf)
             share = _one_hot(nearby.argmax(dim=2), similarity) * near
         largest = torch.zeros_like(share, dtype=torch.bool)
@@ -395,8 +395,8 @@ def _nearest_residual(
     place = torch.arange(kept, device=device).expand_as(indices)
     nearest, owner = similarity.max(dim=2)
     owner = owner.scatter(1, indices, place)
-    distance = tokens.grid.centre_distance(device)
-    far = distance / distance.max().clamp_min(SETTLED)
+    distance = tokens.centre_distance
+    far = distance / distance.amax(dim=1, keepdim=True).clamp_min(SETTLED)
     itself = torch.eye(per_tile, dtype=torch.bool, device=device)
     likeness = tokens.by_image(within.masked_fill(itself, -torch.inf).amax(dim=2))
     weight = torch.exp(0.05 * (1 - far) - 0.03 * min_max_normalise(likeness))
@@ -410,6 +410,11 @@ def _nearest_residual(
     ]
     wide = anchors.float()
     return (wide + strength * (torch.stack(means) - wide)).to(anchors.dtype)
+
+
+def _distance_to_anchors(line: Tensor, indices: Tensor) -> Tensor:
+    """Distance ``(B, N, P)`` between the rows, or columns, ``(B, N)`` of tokens and of anchors."""
+    return (line[:, :, None] - line.gather(1, indices)[:, None]).abs()
 
 
 def _mean_groups(owner: Tensor, weight: Tensor, rows: Tensor, count: int) -> Tensor:

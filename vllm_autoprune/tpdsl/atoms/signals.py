@@ -360,7 +360,7 @@ def _attention_proxy_saliency(
 ) -> Tensor:
     """Attention of [CLS] to each token; without [CLS], softmax of its part along the mean token."""
     if call.measure == "norm_and_place":
-        central = torch.exp(-tokens.grid.centre_distance(tokens.features.device))
+        central = torch.exp(-tokens.centre_distance)
         norm = min_max_normalise(tokens.norm[:, :, 0].float())
         return 0.7 * norm + 0.3 * min_max_normalise(central)
     if tokens.cls_attention is not None:
@@ -378,13 +378,14 @@ def _spatial_centrality_prior(
     grid = tokens.grid
     device = tokens.features.device
     if call.bias is not None:
-        prior = torch.exp(-call.bias * grid.centre_distance(device))
+        prior = torch.exp(-call.bias * tokens.centre_distance)
         return prior.expand(tokens.batch, tokens.count)
     y = (torch.arange(grid.height, device=device) * 2 + 1) / grid.height - 1
     x = (torch.arange(grid.width, device=device) * 2 + 1) / grid.width - 1
     squared = y[:, None] ** 2 + x[None, :] ** 2
-    prior = grid.at_tokens(torch.exp(-squared / (2 * call.sigma**2)).flatten())
-    return prior.repeat(grid.tiles).expand(tokens.batch, tokens.count)
+    prior = torch.exp(-squared / (2 * call.sigma**2)).flatten()
+    prior = tokens.at_tokens(prior[None]).repeat(1, grid.tiles)
+    return prior.expand(tokens.batch, tokens.count)
 
 
 @atom("scoring", _Redundancy, cost=1.3)
@@ -415,12 +416,12 @@ def _local_contrast_saliency(
     """One minus the mean cosine to the tokens within the radius on the grid."""
     # The per-tile cosines are cached, so the features are not read again.
     grid = tokens.grid
-    cosine = grid.at_places(grid.at_places(tokens.tile_cosine), 1)
+    cosine = tokens.at_places(tokens.tile_cosine)
     if call.neighbours == "four_wrapped":
         distance = distance_to_neighbours(cosine, grid.height, grid.width)
     else:
         distance = 1 - mean_of_neighbours(cosine, grid.height, grid.width, call.radius)
-    return tokens.by_image(grid.at_tokens(distance))
+    return tokens.by_image(tokens.at_tokens(distance))
 
 
 @atom("scoring", _Norm, cost=2.9)
@@ -489,7 +490,7 @@ def _local_detail_energy(call: _Detail, tokens: VisualTokens, picks: Tensor) -> 
     # The variance of unit vectors in a window is one minus the mean of their pairwise cosines,
     # which two average poolings of the cached cosines give.
     grid = tokens.grid
-    means = grid.at_places(grid.at_places(tokens.tile_cosine), 1)
+    means = tokens.at_places(tokens.tile_cosine)
     for _ in range(2):
         maps = means.reshape(-1, 1, grid.height, grid.width)
         side = 2 * call.radius + 1
@@ -497,7 +498,7 @@ def _local_detail_energy(call: _Detail, tokens: VisualTokens, picks: Tensor) -> 
             maps, side, 1, call.radius, count_include_pad=False
         )
         means = pooled.reshape(means.shape).transpose(1, 2)
-    return tokens.by_image(grid.at_tokens(1 - means.diagonal(dim1=1, dim2=2)))
+    return tokens.by_image(tokens.at_tokens(1 - means.diagonal(dim1=1, dim2=2)))
 
 
 @atom("scoring", _Dissimilarity, origin="extension", cost=9.5)
