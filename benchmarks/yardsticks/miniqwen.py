@@ -6,13 +6,15 @@ measured with it check the model and the policies, not the plugin.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoProcessor,
     PreTrainedTokenizerBase,
@@ -32,17 +34,20 @@ from benchmarks.yardsticks.yardstick import (
     record_outputs,
 )
 from vllm_autoprune.tpdsl.tokens import Grid
+from vllm_autoprune.tpdsl.tower import Tower, keep_cells
 
 
 @dataclass(frozen=True)
 class _EncodedImage(EncodedImage):
     """An image whose ``levels`` (N, D) are each added in one of the next layers.
 
-    merger_norms are those of the first deepstack merger.
+    merger_norms are those of the first deepstack merger. places (N,) are those of the tokens in the
+    whole image, from which some cells may have left the tower.
     """
 
     size: Size
     levels: tuple[Tensor, ...]
+    places: Tensor
 
 
 class MiniQwen(Yardstick):
@@ -91,49 +96,68 @@ class MiniQwen(Yardstick):
         )
 
     @torch.no_grad()
-    def encode_image(self, image: Tensor, budget: int | None = None) -> _EncodedImage:
-        """Encode an image (3, H, W) uint8; `budget` resizes it to at most that many tokens."""
+    def encode_image(
+        self, image: Tensor, budget: int | None = None, tower: Tower | None = None
+    ) -> _EncodedImage:
+        """Encode an image (3, H, W) uint8; `budget` resizes it to at most that many tokens.
+
+        By the rule of `tower`, cells leave the vision tower on the way.
+        """
         images = self.processor.image_processor
         size = dict(images.size)
         if budget is not None:
             size |= {"longest_edge": budget * TOKEN * TOKEN}
         inputs = images(as_picture(image), size=size, return_tensors="pt")
         grid = inputs["image_grid_thw"]
-        tower = self.network.model.visual
-        early = f"blocks.{tower.deepstack_visual_indexes[0]}"
-        last = f"blocks.{len(tower.blocks) - 1}.attn.qkv"
-        with record_outputs(tower, (early, last, "rotary_pos_emb")) as outputs:
-            encoded = tower(
+        visual = self.network.model.visual
+        early = f"blocks.{visual.deepstack_visual_indexes[0]}"
+        last = f"blocks.{len(visual.blocks) - 1}.attn.qkv"
+        with (
+            record_outputs(visual, (early, last, "rotary_pos_emb")) as outputs,
+            cutting(visual, tower) as remaining,
+        ):
+            encoded = visual(
                 inputs["pixel_values"].to(self.network.dtype), grid_thw=grid
             )
         _, rows, columns = (int(side) for side in grid[0])
+        seen = Size(rows // MERGE, columns // MERGE)
+        cells = remaining[0] if remaining else torch.arange(seen.tokens)
+
+        def at_cells(values: Tensor) -> Tensor:
+            """Values (N, ...) of the cells that have not left, of any layer."""
+            return values[cells] if len(values) > len(cells) else values
 
         def by_token(patches: Tensor) -> Tensor:
             """Reshape values (P, ...) of patches to (N, MERGE², ...), by token, in float32."""
             return patches.float().unflatten(0, (-1, MERGE**2))
 
-        before_merger = by_token(outputs[early])
+        before_merger = at_cells(by_token(outputs[early]))
         # Attention to a token as a server measures it: the mean over heads, over all patches as
         # queries, and over the token's own patches.
-        heads = tower.blocks[-1].attn.num_heads
+        heads = visual.blocks[-1].attn.num_heads
         query, key, _ = outputs[last].unflatten(-1, (3, heads, -1)).unbind(1)
         query, key = (
             part.float().transpose(0, 1)
             for part in apply_rotary_pos_emb_vision(
-                query, key, *outputs["rotary_pos_emb"]
+                query,
+                key,
+                *(
+                    at_cells(by_token(o)).flatten(0, 1)
+                    for o in outputs["rotary_pos_emb"]
+                ),
             )
         )
         scores = query @ key.transpose(1, 2) * query.shape[-1] ** -0.5
         norms = (before_merger.abs().sum(2), before_merger.norm(dim=2))
-        seen = Size(rows // MERGE, columns // MERGE)
         return _EncodedImage(
-            Grid(seen.rows, seen.columns),
+            Grid(seen.rows, seen.columns, remaining=len(cells) if remaining else 0),
             encoded.pooler_output,
             by_token(scores.softmax(-1).mean((0, 1))).mean(1),
             by_token(encoded.last_hidden_state).mean(1),
             torch.stack(norms, 2).mean(1),
             seen,
-            tuple(encoded.deepstack_features),
+            tuple(map(at_cells, encoded.deepstack_features)),
+            cells,
         )
 
     def score_image(
@@ -152,7 +176,7 @@ class MiniQwen(Yardstick):
         count = len(examples)
         size = image.size
         if selection is None:
-            selection = torch.arange(size.tokens).expand(count, -1)
+            selection = torch.arange(image.grid.tokens).expand(count, -1)
 
         def place(lead: int, tail: int) -> dict[str, object]:
             visual = torch.zeros(
@@ -162,7 +186,7 @@ class MiniQwen(Yardstick):
             start = lead + max(size.rows, size.columns)
             positions = (
                 torch.arange(lead).expand(3, count, -1),
-                lead + size.rotary_positions(selection),
+                lead + size.rotary_positions(image.places[selection]),
                 torch.arange(start, start + tail).expand(3, count, -1),
             )
             levels = [level[selection].flatten(0, 1) for level in image.levels]
@@ -175,3 +199,45 @@ class MiniQwen(Yardstick):
         return self.score_rows(
             examples, image.rows[selection] if rows is None else rows, place
         )
+
+
+@contextmanager
+def cutting(visual: Any, rule: Tower | None) -> Iterator[list[Tensor]]:
+    """Let cells of the one image of a call leave the tower ``visual`` by a rule.
+
+    Yields a list that gets the indices ``(M,)`` of the cells that stay, if any leave.
+    """
+    remaining: list[Tensor] = []
+    if rule is None:
+        yield remaining
+        return
+    blocks = list(visual.blocks)
+    start = round(rule.depth * len(blocks))
+
+    def enter(
+        block: nn.Module, inputs: tuple[Tensor], named: dict[str, Any]
+    ) -> tuple[tuple[Tensor], dict[str, Any]]:
+        cells = inputs[0].unflatten(0, (-1, MERGE**2))
+        if not remaining:
+            states = cells.mean(dim=1, dtype=torch.float32)
+            count = rule.count_cells(len(states))
+            remaining.append(keep_cells(states, count, rule.criterion))
+            cells = cells[remaining[0]]
+        rotary = [
+            table.unflatten(0, (-1, MERGE**2))[remaining[0]].flatten(0, 1)
+            for table in named["position_embeddings"]
+        ]
+        hidden = cells.flatten(0, 1)
+        edges = torch.tensor([0, len(hidden)], dtype=torch.int32)
+        lengths = {"cu_seqlens": edges, "max_seqlen": len(hidden)}
+        return (hidden,), {**named, **lengths, "position_embeddings": tuple(rotary)}
+
+    handles = [
+        block.register_forward_pre_hook(enter, with_kwargs=True)
+        for block in blocks[start:]
+    ]
+    try:
+        yield remaining
+    finally:
+        for handle in handles:
+            handle.remove()
