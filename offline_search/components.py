@@ -129,6 +129,10 @@ def _comparable_json(state: PruningState, bases: bool) -> JsonObject:
     """The components of a state that act, to be compared with those of another."""
     body = components_json(state)
     leave_out_kernel(body, state)
+    if state.core is not None:
+        # Default parameters of its policy are printed nowhere else.
+        policy = state.core.policy.model_dump(mode="json", exclude_defaults=True)
+        body[CORE] = {**state.core.model_dump(mode="json"), "policy": policy}
     return {**body, BASE: {"name": state.base_policy.name}} if bases else body
 
 
@@ -147,7 +151,8 @@ def _describe_change(change: Change, old: JsonValue) -> str:
         if part.isdecimal() and isinstance(document, dict):
             part = str(document.get("atom", part))
         names.append(part)
-    name = " ".join(names[1:] if len(names) > 2 else names)
+    is_long = len(names) > 2 and names[0] != CORE
+    name = " ".join(names[1:] if is_long else names)
     if change.kind == "added":
         return f"{name} added: {_format_value(_shorten(change.after))}"
     if change.kind != "changed":

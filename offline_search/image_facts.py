@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -138,7 +139,9 @@ def _describe_pools(counts: Sequence[int], kept: Sequence[int]) -> str:
         largest = np.minimum(others, np.multiply(kept, MAX_POOL_RATIO).astype(int))
         text = f"with {MAX_POOL_RATIO:g}, the largest number, {_describe_range(largest)} of them"
         return f"{null}; {text}."
-    return f"{null}, and so it has with {ratio:.1f} or more."
+    # Rounded up, because with less it has fewer; first without the error of the division.
+    smallest = math.ceil(round(10 * float(ratio), 6)) / 10
+    return f"{null}, and so it has with {smallest:.1f} or more."
 
 
 def _describe_range(numbers: Sequence[int] | NDArray[np.int64]) -> str:

@@ -14,14 +14,17 @@ from typing import Literal
 
 from offline_search.choices import NO_YES, Choice, ChoiceSource, ClippedChoices
 from offline_search.components import (
+    BASE,
     COMPONENTS,
     JsonObject,
     components_json,
+    searched_components,
     structure,
 )
 from offline_search.settings import MAX_QUOTA, Settings, Space
 from vllm_autoprune.errors import Problem
 from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.reference import render_language
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall
 from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.transfer import list_changes
@@ -184,32 +187,31 @@ def list_problems_of_space(
 ) -> list[Problem]:
     """Problems of a state's parts that a smaller space lacks; the fix is that of ``nearest``.
 
-    A q_e above K is compared as K, because it acts as K.
+    A q_e that acts as that of ``nearest``, as one above K may, is no problem.
     """
-
-    def comparable(compared: PruningState) -> JsonObject:
-        body = components_json(compared)
-        constraints = body["constraints"]
-        assert isinstance(constraints, dict)
-        quota, _ = compared.constraints.selector.bounds(settings.source_budget)
-        selector = constraints["selector"]
-        assert isinstance(selector, dict)
-        if "q_e" in selector:
-            constraints["selector"] = {**selector, "q_e": quota}
-        return {name: body[name] for name in COMPONENTS}
-
+    selector = state.constraints.selector
+    other = nearest.constraints.selector
+    quotas = {call.bounds(settings.source_budget)[0] for call in (selector, other)}
+    if "q_e" in selector.parameters() and len(quotas) == 1:
+        selector = selector.model_copy(update={"q_e": dict(other)["q_e"]})
+        constraints = state.constraints.model_copy(update={"selector": selector})
+        state = state.model_copy(update={"constraints": constraints})
+    before, after = (
+        {name: components_json(compared)[name] for name in COMPONENTS}
+        for compared in (state, nearest)
+    )
     problems: list[Problem] = []
-    for change in list_changes(comparable(state), comparable(nearest)):
-        before = json.dumps(change.before)
+    for change in list_changes(before, after):
+        written = json.dumps(change.before)
         if change.kind == "removed":
             problems.append(
-                Problem(change.where, f"{before} is not in this space", "leave it out")
+                Problem(change.where, f"{written} is not in this space", "leave it out")
             )
         elif change.kind != "reordered":
             what = (
                 "is missing"
                 if change.kind == "added"
-                else f"{before} is not in this space"
+                else f"{written} is not in this space"
             )
             problems.append(
                 Problem(change.where, what, f"write {json.dumps(change.after)}")
@@ -258,9 +260,13 @@ def describe_space(settings: Settings) -> str:
         ),
         released.reassembly,
     )
+    optional = searched_components(settings)[len(COMPONENTS) :]
+    chosen = [*optional, *([BASE] if settings.bases else [])]
+    also = f", and {', '.join(chosen)}" if chosen else ""
     lines = [
-        "Only what is named here with a range is yours to choose. All else is fixed, as in the "
-        "example of each prompt, and a policy that differs in it or leaves a range is refused.",
+        f"Only what is named here with a range is yours to choose{also}. All else is fixed, as "
+        "in the example of each prompt, and a policy that differs in it or leaves a range is "
+        "refused.",
         "",
         choice,
         "",
@@ -279,6 +285,8 @@ def describe_space(settings: Settings) -> str:
             "",
             f"Where q_e is 2 or more, strength is at most {_STRENGTH_OF_SEVERAL}.",
         ]
+    if optional:
+        lines.append(render_language(optional).rstrip())
     return "\n".join(lines)
 
 

@@ -184,24 +184,33 @@ def dump_policy(state: PruningState, settings: Settings) -> str:
 
 
 def _has_one_structure(settings: Settings) -> bool:
-    """Whether all candidates have the same atoms and base policy."""
+    """Whether all candidates have the same atoms and policies, and rank tokens at one place."""
     varies = settings.space == "all" or choice_of_signals(settings.space) != "fixed"
-    return not (varies or settings.bases)
+    return not (varies or settings.bases or settings.core or settings.rank_at)
+
+
+def _describe_structure(settings: Settings) -> str:
+    """The names that make the structure of a candidate."""
+    if _has_one_structure(settings):
+        return "the names of all its atoms, here the same for all"
+    parts = ["of all its atoms"]
+    if settings.bases:
+        parts.append("of its base policy")
+    if settings.core:
+        parts.append("of its core's policy")
+    names = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+    place = ", and rank_at" if settings.rank_at else ""
+    return f"the names {names}{place}, whatever their parameters"
 
 
 def _describe_goal(settings: Settings) -> str:
     """The goal: what has to be designed, and from which base policy."""
     budget = settings.budgets[0]
     policy = BASE_POLICIES[settings.base_policy]
-    structure = "the names of all its atoms, whatever their parameters"
-    if settings.bases:
-        structure = "the names of all its atoms and of its base policy, whatever their parameters"
-    elif _has_one_structure(settings):
-        structure = "the names of all its atoms, here the same for all"
     goal = (
         f"You design a policy that decides which K = {budget} of the N visual tokens of an image a "
         "vision-language model keeps for a question, the instruction. A candidate is a policy; its "
-        f"structure is {structure}. "
+        f"structure is {_describe_structure(settings)}. "
     )
     if len(settings.budgets) > 1:
         others = ", ".join(map(str, settings.budgets[1:]))

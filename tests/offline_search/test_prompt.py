@@ -131,6 +131,21 @@ def test_base_policies_are_named_where_a_model_chooses_them(history: History) ->
     assert "signals act by the pool, the kernel not" in line
 
 
+@pytest.mark.parametrize("space", SPACES)
+def test_a_task_offers_core_rank_at_and_base_policy_where_they_are_searched(
+    space: Space,
+) -> None:
+    searched = {"core": True, "rank_at": True, "other_bases": ("dart",)}
+    task = describe_task(LISTS.model_copy(update={"space": space, **searched}))
+    assert "core (/core)" in task and "rank_at (/rank_at)" in task
+    structure = (
+        "of all its atoms, of its base policy and of its core's policy, and rank_at"
+    )
+    assert structure in task and "the same for all" not in task
+    offered = "yours to choose, and core, rank_at, base_policy. All else is fixed"
+    assert (offered in task) == (space != "all")
+
+
 async def test_prompts_say_what_proposers_asked_for(search: Searches) -> None:
     replies = [list_reply(3 * number, 3) for number in range(10)]
     await search(replies, rounds=6, proposals_per_reply=3)

@@ -22,7 +22,7 @@ from offline_search.candidates import (
     paper_state,
 )
 from offline_search.choices import RandomSource
-from offline_search.components import JsonObject, compact_json
+from offline_search.components import JsonObject, compact_json, describe_changes
 from offline_search.replies import parse_reply, reply_schema
 from offline_search.search_space import sample_proposal
 from offline_search.settings import Settings
@@ -181,6 +181,17 @@ def test_states_and_prompts_have_core_and_position_of_ranking() -> None:
     text = describe_task(SPLIT)
     for part in ("core (/core)", '"core": {', "merger_in"):
         assert part in text and part not in describe_task(PLAIN)
+
+
+def test_changes_name_the_core_as_policies_print_it() -> None:
+    plain = assemble_state(PAPER_BODY, SPLIT)
+    state = assemble_state(PAPER_BODY | CHOSEN, SPLIT)
+    other = assemble_state(PAPER_BODY | {"core": {"share": 0.25}}, SPLIT)
+    assert describe_changes(state, other) == (
+        'core share 0.5 -> 0.25, core policy name "visionzip" -> "divprune", '
+        "rank_at removed"
+    )
+    assert "params" not in describe_changes(plain, other)
 
 
 @pytest.mark.parametrize(
