@@ -60,12 +60,12 @@ coverage: venv ## lines and branches of the packages that tests without an engin
 
 # A newer vLLM that has no CPU wheel yet: the ordinary wheel without its dependencies. Its sources hide
 # the installed vLLM's, its kernels stay unused. vLLM takes the CPU by the name of its version. Remove
-# when the release has a CPU wheel, and the lock names it.
+# when the release has a CPU wheel, and the lock names it. 0.33 reads requests by orjson, 0.32 does not.
 NEXT := 0.33.0
 .next/vllm-$(NEXT).dist-info/complete: | venv
 	@echo "test-next: installing vLLM $(NEXT) without dependencies into .next"
 	@rm -rf .next
-	@$(PY) -m pip install --quiet --no-deps --only-binary :all: --target .next vllm==$(NEXT)
+	@$(PY) -m pip install --quiet --no-deps --only-binary :all: --target .next vllm==$(NEXT) orjson
 	@sed -i 's/^Version: $(NEXT)$$/&+cpu/' $(@D)/METADATA
 	@touch $@
 
