@@ -220,7 +220,10 @@ def test_a_screen_that_is_retired_keeps_its_core(folder: Any) -> None:
     rules: dict[str, Any] = {"cells": "changed", "history": "1:4"}
     sent = sender.send(shots, **rules)
     assert [f"{plan.part} {plan.budget} of {plan.tokens}" for plan in sent.plans] == [
-        *("core 4 of 48", "core 4 of 10", "core 4 of 10", "whole 2 of 2")
+        "core 4 of 48",
+        "core 4 of 10",
+        "core 4 of 10",
+        "whole 2 of 2",
     ]
     added = sender.send([*shots, screen(2, 3)], **rules)
     assert added.identities[:4] == sent.identities
