@@ -18,14 +18,15 @@ import torch
 
 from benchmarks.accuracy import tables
 from benchmarks.accuracy.rows import Row, merge_rows, read_rows, write_rows
+from benchmarks.accuracy.scoring import join_rights, score_cases
 from benchmarks.accuracy.tables import UPON
 from benchmarks.common.command import run_command
-from benchmarks.common.report import command_line, log_progress, read_commit
+from benchmarks.common.report import command_line, read_commit
 from benchmarks.policies import READING, SEARCH_RESULTS, SOURCE, SPLIT
 from benchmarks.yardsticks import YARDSTICKS, open_yardstick
 from benchmarks.yardsticks.examples import Example, draw_examples
 from benchmarks.yardsticks.questions import CATEGORIES
-from benchmarks.yardsticks.yardstick import ALL_TOKENS, Case, Scores, Yardstick
+from benchmarks.yardsticks.yardstick import ALL_TOKENS, Case, Yardstick
 from offline_search.dataset import SPLITS
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.errors import ConfigError, Problem
@@ -164,23 +165,10 @@ def _measure(
     yardstick: Yardstick, cases: Sequence[Case], examples: Sequence[Example]
 ) -> Iterator[Row]:
     """Rows of every case: for all questions, for each category, and for each kind."""
-    scores: dict[tuple[str, str], list[Scores]] = {
-        (c.name, c.budget.label): [] for c in cases
-    }
     command = shlex.join(command_line())
     commit = read_commit("benchmarks/accuracy/yardsticks.py")
-    log_progress(f"{len(cases)} cases on {yardstick.name}")
-    done = 0
-    for batch in yardstick.batches(examples):
-        encoded = yardstick.encode(batch)
-        for case in cases:
-            scores[case.name, case.budget.label].append(encoded.score(case))
-        done += len(batch)
-        log_progress(f"{yardstick.name}: {done} of {len(examples)} questions")
-    rights = {
-        key: torch.cat([batch.correct for batch in batches]).double().numpy()
-        for key, batches in scores.items()
-    }
+    scores = score_cases(yardstick, cases, examples)
+    rights = join_rights(scores)
     image_of = np.array([example.image_id for example in examples])
     kind_of = np.array([example.kind for example in examples])
     for category, kind, kinds in _list_slices(yardstick, kind_of.tolist()):
