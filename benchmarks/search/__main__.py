@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import get_args
 
 from benchmarks.common.command import run_command
+from benchmarks.cost.turns import Table
 from benchmarks.policies import QUOTAS
 from benchmarks.search.agreement import format_agreement, list_recorded
 from benchmarks.search.evaluator import write_data
@@ -28,7 +29,13 @@ from benchmarks.search.study import (
     asks_model,
     replay_study,
 )
-from benchmarks.yardsticks import SEARCHED, open_yardstick
+from benchmarks.search.transfer import (
+    measure_transfer,
+    read_winners,
+    tabulate_transfer,
+    write_rows,
+)
+from benchmarks.yardsticks import SEARCHED, YARDSTICKS, open_yardstick
 from benchmarks.yardsticks.questions import Model
 from offline_search.dataset import SPLITS
 from offline_search.endpoint import EndpointProposer, EndpointSettings
@@ -166,6 +173,23 @@ def print_agreement(options: argparse.Namespace) -> None:
     print(format_agreement(options.paths or list_recorded()))
 
 
+def try_transfer(options: argparse.Namespace) -> None:
+    """Try the winners of searches on all small models, also on those that no search has seen."""
+    winners = read_winners(options.ledgers)
+    models = options.yardsticks
+    rows = [
+        row
+        for name in models
+        for row in measure_transfer(
+            winners, open_yardstick(name), options.images, len(models)
+        )
+    ]
+    print(tabulate_transfer(winners, rows))
+    if options.output:
+        with options.output.open("w", encoding="utf-8") as file:
+            write_rows(Table(file), winners, rows)
+
+
 def replay_proposed(options: argparse.Namespace) -> None:
     """Replay the searches that a capable language model proposed for."""
     for recording in sorted(PROPOSED.glob("*.jsonl")):
@@ -288,6 +312,28 @@ _COMMANDS: Mapping[
                 nargs="*",
                 help="folders of studies, or ledgers; default: those of the repository",
             )
+        ],
+    ),
+    "transfer": (
+        try_transfer,
+        [
+            argument(
+                "ledgers",
+                type=Path,
+                nargs="+",
+                help="ledgers of searches of several models, upon one base policy",
+            ),
+            argument(
+                "--yardsticks",
+                nargs="+",
+                choices=YARDSTICKS,
+                default=YARDSTICKS,
+                help="models to measure on",
+            ),
+            argument(
+                "--images", type=int, default=100, help="images of the test split"
+            ),
+            argument("-o", "--output", type=Path, help="file for rows of figures"),
         ],
     ),
     "replay": (replay_proposed, []),
