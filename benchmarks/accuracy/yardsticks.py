@@ -231,8 +231,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> None:
     parser = _build_parser()
     options = parser.parse_args(arguments)
-    if options.write_docs and (options.checkpoint or options.against):
-        parser.error("--write-docs takes neither --checkpoint nor --against")
+    if options.write_docs and options.checkpoint:
+        parser.error("--write-docs does not take --checkpoint")
     # The last bits of pictures depend on the number of threads.
     torch.set_num_threads(1)
     rows = list[Row]()
@@ -256,6 +256,8 @@ def _run(arguments: Sequence[str] | None) -> None:
     print(*parts, sep="\n", end="")
     if options.write_docs and options.exchange:
         (_DATA / "exchange.csv").write_text(write_rows(rows), encoding="utf-8")
+    elif options.write_docs and options.against:
+        _write_duels(rows, options.against)
     elif options.write_docs:
         _write_docs(rows, keep=bool(options.methods))
 
@@ -290,10 +292,23 @@ def _build_parser() -> CommandParser:
     others.add_argument("--exchange", action="store_true", help=text)
     text = "instead tell how far the methods are ahead of this one, by question"
     others.add_argument("--against", metavar="METHOD", help=text)
-    text = "also write docs/data/exchange.csv; or replace what was measured in accuracy.csv and "
-    text += "docs/accuracy.md's tables"
+    text = "also write docs/data/exchange.csv; or replace what was measured in duels.csv; or in "
+    text += "accuracy.csv and docs/accuracy.md's tables"
     add("--write-docs", action="store_true", help=text)
     return parser
+
+
+def _write_duels(rows: Sequence[Row], against: str) -> None:
+    """Put the rows of the methods into duels.csv, by the names of both; kinds are left out."""
+    data = _DATA / "duels.csv"
+    old = read_rows(data.read_text(encoding="utf-8")) if data.exists() else []
+    duels = [
+        replace(row, name=f"{row.name} less {against}")
+        for row in rows
+        if row.less_base is not None and row.kind is None
+    ]
+    merged = merge_rows(old, duels, [open_yardstick(name).name for name in YARDSTICKS])
+    data.write_text(write_rows(merged), encoding="utf-8")
 
 
 def _write_docs(rows: Sequence[Row], *, keep: bool) -> None:

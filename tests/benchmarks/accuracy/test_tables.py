@@ -152,13 +152,10 @@ def test_differences_are_paired_by_question(wrong: str, gain: int) -> None:
     assert read_rows(write_rows(rows)) == rows
 
 
-@pytest.mark.parametrize("refused", ["--checkpoint", "--against"])
-def test_differences_and_other_trainings_are_not_written(
-    refused: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_training_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(yardsticks, "open_yardstick", pytest.fail)
     with pytest.raises(SystemExit):
-        yardsticks.main(["--write-docs", refused, "norm"])
+        yardsticks.main(["--write-docs", "--checkpoint", "norm"])
     options = yardsticks._build_parser().parse_args(["--write-docs", "--exchange"])
     assert options.write_docs and options.exchange
 
@@ -178,6 +175,30 @@ def test_new_rows_replace_those_about_the_same() -> None:
     assert [row.key for row in merged] == [row.key for row in (*other, *old)]
     by_name = {row.name: row.accuracy.value for row in merged if not row.category}
     assert by_name == {"full": 100, "resized": 100, "divprune": 0, "norm": 0}
+
+
+def test_differences_are_written_by_the_names_of_both(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a second run a row about the same takes the place of the old one, others stay."""
+    yardstick = SampleYardstick("divprune")
+    example = Example(0, torch.zeros(3, 2, 2), "1?", "yes", "digit", None, ())
+    monkeypatch.setattr(yardsticks, "_DATA", tmp_path)
+    monkeypatch.setattr(yardsticks, "open_yardstick", lambda *_: yardstick)
+    monkeypatch.setattr(yardsticks, "draw_examples", lambda *_: [example])
+    for wrong, expected in (("divprune", 100.0), ("norm", -100.0)):
+        yardstick.wrong = wrong
+        for rival in ("divprune", "cen_divprune"):
+            options = ["--yardsticks", "minillava", "--methods", "norm"]
+            yardsticks.main([*options, "--against", rival, "--write-docs"])
+        rows = read_rows((tmp_path / "duels.csv").read_text(encoding="utf-8"))
+        gains = {row.name: row.less_base for row in rows if row.category is None}
+        assert gains["norm less divprune"] == Estimate(expected, expected, expected)
+        assert {*gains} == {
+            f"{name} less {rival}"
+            for name in ("norm", "resized")
+            for rival in ("divprune", "cen_divprune")
+        }
 
 
 def test_the_page_has_the_tables_of_its_data() -> None:
