@@ -54,6 +54,7 @@ LIKE_ANOTHER = (
     "dots_ocr",
     "cohere2_vision",
     "llama4",
+    "nvlm_d",
 )
 """Share the code that prunes with another backbone: left to `make test-all`."""
 ON_BOTH_RUNNERS = ("llava", "llava_onevision", "qwen2_5_vl", "qwen3_vl")
@@ -76,6 +77,7 @@ WITHOUT_VIDEO = (
     "cohere2_vision",
     "lfm2_vl",
     "llama4",
+    "nvlm_d",
 )
 """Their models, or vLLM's classes for them, take no videos."""
 

@@ -250,13 +250,18 @@ def _write_model(config: Any, folder: Path) -> None:
 
 
 def _publish_weights(row: _Row, folder: Path) -> None:
-    """Rename, join, transpose, add and move weights as published checkpoints have them."""
+    """Drop, pad, join, transpose, rename and add weights as published checkpoints have them."""
     import torch
     from safetensors.torch import load_file, save_file
 
     file = folder / "model.safetensors"
     weights = load_file(file)
     file.unlink()
+    weights = {
+        name: _pad(row, name, weight)
+        for name, weight in weights.items()
+        if not re.search(row.get("dropped", "(?!)"), name)
+    }
     if "joined" in row:
         for name in [n for n in weights if f"{row['joined']}q_proj" in n]:
             parts = [name.replace("q_proj", part) for part in _ATTENTION_PARTS]
@@ -276,3 +281,13 @@ def _publish_weights(row: _Row, folder: Path) -> None:
     file = folder / row.get("weight_file", file.name)
     file.parent.mkdir(exist_ok=True)
     save_file(published, file, {"format": "pt"})
+
+
+def _pad(row: _Row, name: str, weight: Any) -> Any:
+    """The weight in the first places of zeros of its shape in published checkpoints."""
+    for pattern, shape in row.get("padded", {}).items():
+        if re.search(pattern, name):
+            padded = weight.new_zeros(shape)
+            padded[tuple(map(slice, weight.shape))] = weight
+            return padded
+    return weight

@@ -126,6 +126,7 @@ class Sender:
         token = self._processor._placeholders.token(self.info)
         self._placeholder = (
             placeholder
+            or self._processor._placeholders.text
             or model.get_placeholder_str("image", 1)
             or self.info.get_tokenizer().convert_ids_to_tokens(token)
         )

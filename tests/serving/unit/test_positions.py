@@ -37,8 +37,9 @@ Items = dict[str, list[Any]]
 
 def process(sender: Sender, items: Items, **entry: object) -> Any:
     """What a prompt with these items is made into, images first."""
+    image = sender._processor._placeholders.text
     texts = [
-        sender._model.get_placeholder_str(kind, 1)
+        (kind == "image" and image) or sender._model.get_placeholder_str(kind, 1)
         for kind in items
         for _ in items[kind]
     ]

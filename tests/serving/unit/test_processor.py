@@ -163,6 +163,7 @@ OPTIONS: list[tuple[str, dict[str, object]]] = [
     *((name, {}) for name in TINY_MODELS),
     ("gemma3", {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 32}),
     ("qianfan_ocr", {"max_dynamic_patch": 2}),
+    ("nvlm_d", {"max_dynamic_patch": 2}),
     ("idefics3", {"do_image_splitting": False}),
     ("smolvlm", {"do_image_splitting": False}),
     ("cohere2_vision", {"max_patches": 2}),

@@ -404,6 +404,14 @@ BACKBONES: dict[str, Backbone] = {
             "qianfan_ocr", "QianfanOCRForConditionalGeneration", _MARKS, *_INTERNVL_CHAT
         ),
         _tiled("skywork_chat", "SkyworkR1VChatModel", _MARKS, *_INTERNVL_CHAT),
+        _tiled(
+            "nvlm_d",
+            "NVLM_D_Model",
+            _TEXT,
+            *_INTERNVL_CHAT,
+            embeds_text=True,
+            architectures=("NVLM_D",),
+        ),
         _tiled("idefics3", "Idefics3ForConditionalGeneration", _TEXT, embeds_text=True),
         _tiled("smolvlm", "SmolVLMForConditionalGeneration", _TEXT, embeds_text=True),
         _separated(

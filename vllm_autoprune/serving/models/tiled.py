@@ -1,4 +1,4 @@
-"""Gemma 3, InternVL, Idefics3 and SmolVLM: an image consists of equal square tiles.
+"""Gemma 3, InternVL, NVLM-D, Idefics3 and SmolVLM: an image consists of equal square tiles.
 
 A frame of InternVL's videos is one tile.
 """
@@ -20,6 +20,7 @@ from vllm.model_executor.models.gemma3_mm import Gemma3ForConditionalGeneration
 from vllm.model_executor.models.idefics3 import Idefics3ForConditionalGeneration
 from vllm.model_executor.models.interns1 import InternS1ForConditionalGeneration
 from vllm.model_executor.models.internvl import InternVLChatModel
+from vllm.model_executor.models.nvlm_d import NVLM_D_Model
 from vllm.model_executor.models.qianfan_ocr import QianfanOCRForConditionalGeneration
 from vllm.model_executor.models.skyworkr1v import SkyworkR1VChatModel
 from vllm.model_executor.models.smolvlm import SmolVLMForConditionalGeneration
@@ -212,6 +213,12 @@ class _InternVLChatVision(_InternVLVision):
         return round(super().side * self._model.downsample_ratio)
 
 
+class _NvlmVision(_InternVLChatVision):
+    """NVLM-D: InternVL's tiles, each behind the text that names it, and the whole image last."""
+
+    whole_last = True
+
+
 @depends_on(
     "vllm.model_executor.models.idefics3:Idefics3Model", "image_pixels_to_features"
 )
@@ -331,17 +338,23 @@ AutopruneInternS1ForConditionalGeneration = prune_class(
 )
 
 
-def _prune_internvl_chat(stock: Any, **video: Any) -> type[PrunedModel]:
+def _prune_internvl_chat(
+    stock: Any,
+    vision: type[_InternVLChatVision] = _InternVLChatVision,
+    *,
+    text: str = "<image>",
+    **video: Any,
+) -> type[PrunedModel]:
     counter = _TileCounter(
         "image_seq_length",
         lambda info: info.get_hf_processor().ctx_image_token_id,
         options=False,
-        text="<image>",
+        text=text,
         **video,
     )
     methods = ("extract_feature", "_init_mlp1")
     return prune_class(
-        stock, counter.placeholders(), _InternVLChatVision, PrunedLine, methods=methods
+        stock, counter.placeholders(), vision, PrunedLine, methods=methods
     )
 
 
@@ -353,6 +366,9 @@ AutopruneQianfanOCRForConditionalGeneration = _prune_internvl_chat(
     QianfanOCRForConditionalGeneration
 )
 AutopruneSkyworkR1VChatModel = _prune_internvl_chat(SkyworkR1VChatModel)
+AutopruneNVLM_D_Model = _prune_internvl_chat(
+    NVLM_D_Model, _NvlmVision, text="<image>\n"
+)
 
 
 def _prune_idefics3(stock: Any) -> type[PrunedModel]:
