@@ -31,7 +31,7 @@ from tests.serving.runners import Result, Runner, in_engine
 from vllm_autoprune.selftest import serve
 from vllm_autoprune.selftest.backbones import ORIGINAL, TINY_MODELS, build
 from vllm_autoprune.selftest.checks import CHECKS, runners_agree
-from vllm_autoprune.selftest.questions import picture
+from vllm_autoprune.selftest.questions import make_settings, picture
 from vllm_autoprune.selftest.run import Report
 from vllm_autoprune.serving.models import BACKBONES
 
@@ -55,6 +55,7 @@ LIKE_ANOTHER = (
     "cohere2_vision",
     "llama4",
     "nvlm_d",
+    "ovis2_6_moe",
 )
 """Share the code that prunes with another backbone: left to `make test-all`."""
 ON_BOTH_RUNNERS = ("llava", "llava_onevision", "qwen2_5_vl", "qwen3_vl")
@@ -281,4 +282,33 @@ def test_what_ranks_tokens_of_dots_ocr_enters_its_merger() -> None:
     )
     torch.testing.assert_close(
         region.signals["merger_norms"], norms.mean(dim=1), rtol=1e-3, atol=1e-3
+    )
+
+
+@in_engine
+def test_attention_of_ovis_is_in_the_order_of_its_tokens() -> None:
+    """Its tower has patches in the order of windows, and ends by taking them back out of it."""
+    engine = start(make_settings(8), built("ovis2_5"), dtype="float32")
+    tower = engine.model.visual_tokenizer.vit.vision_model.encoder
+    in_windows: list[Tensor] = []
+    in_order: list[Tensor] = []
+    last = tower.layers[-1]
+    last.register_forward_hook(lambda *call: in_windows.append(call[2]))
+    tower.register_forward_hook(lambda *call: in_order.append(call[2]))
+    vision = engine.model.autoprune
+    received: list[Tensor] = []
+    merge = vision.merge_patches
+
+    def record(patches: Tensor, grids: Tensor) -> Tensor:
+        received.append(patches)
+        return merge(patches, grids)
+
+    vision.merge_patches = record
+    engine.chat([turn("what is it", picture(330, 300, 4))])
+    (features,) = vision.cache._entries.values()
+    order = torch.cdist(in_order[-1], in_windows[-1]).argmin(dim=1)
+    assert not torch.equal(order, torch.arange(len(order)))
+    expected = received[-1][order].unflatten(0, (-1, 4)).mean(dim=1)
+    torch.testing.assert_close(
+        features.regions[0].signals["cls_attention"], expected, rtol=1e-4, atol=1e-6
     )

@@ -14,9 +14,12 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_autoprune.backbones import find_config_class
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 WIDTH = 64
 """Width of every tower and language model."""
@@ -156,6 +159,10 @@ def _write_processor(row: _Row, tokenizer: Any, folder: Path) -> None:
         return getattr(transformers, settings.pop("class"))(**settings)
 
     parts = {"image_processor": make("pixels"), "tokenizer": tokenizer}
+    if "processor" not in row:  # vLLM has a class of its own
+        for part in parts.values():
+            part.save_pretrained(folder)
+        return
     if "videos" in row:
         parts["video_processor"] = make("videos")
     if "audio" in row:
@@ -173,19 +180,26 @@ def _publish_config(row: _Row, config: Any, folder: Path) -> None:
         config = AutoConfig.for_model(outer, thinker_config=thinker)
         config.save_pretrained(folder)
     file = folder / "config.json"
-    published = _merge(json.loads(file.read_text()), row["published"])
+    published = json.loads(file.read_text())
+    for ours, theirs in row.get("renamed_parts", {}).items():
+        published[theirs] = published.pop(ours)
+    published = _merge(published, row["published"])
     if name := row.get("vllm_config"):
         published = {**published.pop("text_config"), **published}
-        _register_config(name)
+        from vllm.transformers_utils import configs
+
+        _register_config(getattr(configs, name))
+    if name := row.get("stand_in"):
+        from vllm_autoprune.selftest import configurations
+
+        _register_config(getattr(configurations, name))
     file.write_text(json.dumps(published))
 
 
-def _register_config(name: str) -> None:
-    """Register a configuration of vLLM, which takes it from the code of checkpoints otherwise."""
+def _register_config(config: type[PreTrainedConfig]) -> None:
+    """Register a configuration that vLLM takes from the code of checkpoints otherwise."""
     from transformers import AutoConfig
-    from vllm.transformers_utils import configs
 
-    config = getattr(configs, name)
     AutoConfig.register(config.model_type, config, exist_ok=True)
 
 
@@ -198,6 +212,8 @@ def _make_tokenizer(row: _Row) -> Any:
 
     words = ["<pad>", "<s>", "</s>", "<unk>", *_WORDS]
     ids = {word: index for index, word in enumerate(words)}
+    if start := row.get("first_id"):
+        ids |= {token: start + i for i, token in enumerate(row["tokens"])}
     tokenizer = Tokenizer(WordLevel(ids, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.add_special_tokens(row["tokens"])
@@ -269,6 +285,8 @@ def _publish_weights(row: _Row, folder: Path) -> None:
             weights[name.replace("q_proj", "qkv")] = joined
     published = {}
     for name, weight in weights.items():
+        if name.startswith(row.get("left_out", "/")):
+            continue
         if "transposed" in row and row["transposed"] in name:
             weight = weight.transpose(-1, -2).contiguous()
         for ours, theirs in row.get("renamed", {}).items():

@@ -94,6 +94,11 @@ def _find_image_token(stock: Completion, pruned: Completion) -> int:
     return image
 
 
+def _count_marks(stock: Completion, image: int, sizes: list[int]) -> int:
+    """Placeholders before and behind the tokens of each image, of rows that begin and end it."""
+    return (stock.prompt.count(image) - sum(sizes)) // (2 * len(sizes))
+
+
 def _gather(
     stock: Completion, pruned: Completion, rows_kept: Rows, sizes: list[int]
 ) -> Rows:
@@ -104,6 +109,7 @@ def _gather(
     image = _find_image_token(stock, pruned)
     indices: list[int] = []
     images = zip(rows_kept, sizes, strict=True)
+    marks = _count_marks(stock, image, sizes)
     index = 0
     while index < len(stock.prompt):
         if stock.prompt[index] != image:
@@ -113,12 +119,16 @@ def _gather(
         rows, size = next(images)
         tokens = list[int]()
         text = list[int]()
+        indices += range(index, index + marks)
+        index += marks
         while len(tokens) < size:
             part = tokens if stock.prompt[index] == image else text
             part.append(index)
             index += 1
         chosen = [tokens[row] for row in rows]
         indices += sorted(chosen + text) if text else chosen
+        indices += range(index, index + marks)
+        index += marks
     axes = _find_positions(stock)
     indices += range(len(stock.prompt), len(axes[0]))
     return [[axis[i] for i in indices] for axis in axes]
@@ -233,10 +243,10 @@ def _text_stands_between_the_tokens_that_it_did(report: Report) -> str:
         # Tokens before each other id of the stock prompt; those within an image are known to be
         # its text.
         preceding = [*accumulate(_count_between(stock.prompt, image))][:-1]
-        start = 0
-        for size, rows, text in zip(
-            report.predicted[name], report.kept[name], texts, strict=True
-        ):
+        sizes = report.predicted[name]
+        marks = _count_marks(stock, image, sizes)
+        start = marks
+        for size, rows, text in zip(sizes, report.kept[name], texts, strict=True):
             inside = [count - start for count in preceding if 0 < count - start < size]
             expected = list[int]()
             if text:
@@ -249,7 +259,7 @@ def _text_stands_between_the_tokens_that_it_did(report: Report) -> str:
             ]
             if text not in allowed:
                 return f"{name}: text after {text} tokens, not {expected}"
-            start += size
+            start += size + 2 * marks
     return ""
 
 

@@ -103,7 +103,7 @@ class Recorded(NamedTuple):
         rows = torch.where(is_token, equal.argmax(dim=1), -1)
         if plan.text:
             preceding, ids = torch.tensor(plan.text, device=rows.device).T
-            text = context.parts.embed(ids)
+            text = context.parts.embed_text(ids)
             if torch.equal(selected[~is_token, : text.shape[1]], text):
                 if plan.frames:
                     rows += torch.searchsorted(preceding, rows, right=True)

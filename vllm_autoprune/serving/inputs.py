@@ -48,7 +48,13 @@ IMAGE_GRID = "image_grid_thw"
 VIDEO_GRID = "video_grid_thw"
 """Field with the number of patches ``(3,)`` of an item in time, height and width."""
 
-_GRIDS = {"image": IMAGE_GRID, "video": VIDEO_GRID}
+IMAGE_GRIDS = "grids"
+"""The same ``(1, 3)``, of an image of Ovis."""
+
+IMAGE_MARKS = "indicator_tokens"
+"""Field with the ids of the rows that begin and end an image of Ovis, which plans have too."""
+
+_GRIDS = {"image": (IMAGE_GRID, IMAGE_GRIDS), "video": (VIDEO_GRID,)}
 
 _TILE_COUNTS = ("num_patches", "image_num_patches", "patches_per_image", VIDEO_TILES)
 """Fields with the number of tiles of an item; each tile is one row of its pixels."""
@@ -169,17 +175,19 @@ def _count_video(
 
 def _count_grid(modality: str, fields: Fields, pixels: Tensor) -> int | None:
     """N of an item with a grid of patches, which must match its pixel rows; else None."""
-    name = _GRIDS.get(modality, "")
+    name = next((n for n in _GRIDS.get(modality, ()) if n in fields), "")
     anchors = fields.get(CELLS_FIELD, torch.zeros(0, dtype=torch.int32))
-    if name not in fields:
+    if not name:
         if CELLS_FIELD in fields:
             raise plan_error(
                 "are not those of the image's grid and rows of pixels", CELLS_FIELD
             )
         return None
     grid = fields[name]
-    if not _has_form(grid, (torch.int64,), (3,)):
-        raise plan_error("is not (3,) whole numbers", name)
+    shape = (1, 3) if name == IMAGE_GRIDS else (3,)
+    if not _has_form(grid, (torch.int64,), shape):
+        raise plan_error(f"is not {shape} whole numbers", name)
+    grid = grid.flatten()
     times, *sides = grid.tolist()
     is_whole = min(times, *sides) > 0 and not any(side % CELL for side in sides)
     if not is_whole or (times > 1 and modality == "image"):
@@ -201,11 +209,13 @@ def _check_text(plan: ItemPlan, frame: tuple[int, int] | None) -> None:
     """Raise unless a plan's text stands between existing tokens, and between video frames."""
     if not plan.text:
         return
-    if plan.part != "whole" or plan.keeps_all:
+    places = {position for position, _ in plan.text}
+    # vLLM embeds the text of a whole item, but not the rows that begin and end an image.
+    is_marks = not plan.frames and places <= {0, plan.tokens}
+    if plan.part != "whole" or (plan.keeps_all and not is_marks):
         raise plan_error(
             f"has text as {plan.part}, K = {plan.budget} of N = {plan.tokens}"
         )
-    places = {position for position, _ in plan.text}
     if max(places) > plan.tokens:
         raise plan_error(f"has text behind token {max(places)} of N = {plan.tokens}")
     if not plan.frames:

@@ -47,6 +47,7 @@ def vllm_config(
         "text_config": SimpleNamespace(**text),
         "vision_feature_select_strategy": "default",
         "vision_feature_layer": -2,
+        "vit_config": SimpleNamespace(hidden_stride=2),
         "downsample_ratio": 0.5,
         "ps_version": "v2",
     }

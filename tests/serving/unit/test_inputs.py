@@ -30,6 +30,10 @@ TILES = {"num_patches": torch.tensor(5), "pixel_values": torch.zeros(5, 3, 8, 8)
 TILES["pixel_attention_mask"] = torch.ones(5, 8, 8, dtype=torch.int64)
 TILES_PLAN = ItemPlan(8, NO_KEY, tokens=45, text=((0, 5), (9, 5), (45, 5)))
 
+MARKED = {"grids": torch.tensor([[1, 14, 14]]), "pixel_values": torch.zeros(196, 12)}
+MARKED_PLAN = ItemPlan(8, NO_KEY, tokens=49, text=((0, 5), (49, 6)))
+WHOLE_PLAN = replace(MARKED_PLAN, budget=49)
+
 SIZED = {
     "image_sizes": torch.tensor([224, 168]),
     "pixel_values": torch.zeros(5, 3, 56, 56),
@@ -59,6 +63,8 @@ def text(*at: int) -> tuple[tuple[int, int], ...]:
         (IMAGE_PLAN, "image", GRID),
         (VIDEO_PLAN, "video", VIDEO),
         (TILES_PLAN, "image", TILES),
+        (MARKED_PLAN, "image", MARKED),
+        (WHOLE_PLAN, "image", MARKED),
         (IMAGE_PLAN, "image", SIZED),
         (IMAGE_PLAN, "image", PLACES),
     ],
@@ -171,6 +177,9 @@ def test_what_fits_is_accepted(
             )
             for seconds in (-1.0, 1e9, float("nan"), float("inf"))
         ),
+        (MARKED_PLAN, MARKED, {"grids": torch.tensor([1, 14, 14])}, "not .1, 3. whole"),
+        (MARKED_PLAN, MARKED, {"grids": torch.tensor([[1, 13, 14]])}, "no tokens can"),
+        (replace(WHOLE_PLAN, text=text(0, 7, 49)), MARKED, {}, "K = 49 of N = 49"),
         (TILES_PLAN, TILES, {"num_patches": torch.tensor(4)}, "num_patches"),
         (TILES_PLAN, TILES, {"num_patches": torch.tensor([5])}, "num_patches"),
         (

@@ -168,6 +168,7 @@ OPTIONS: list[tuple[str, dict[str, object]]] = [
     ("smolvlm", {"do_image_splitting": False}),
     ("cohere2_vision", {"max_patches": 2}),
     ("llama4", {"max_patches": 2}),
+    ("ovis2_5", {"min_pixels": 28224, "max_pixels": 112896}),
     ("lfm2_vl", {"max_tiles": 2, "max_image_tokens": 16}),
 ]
 """Backbones and processor options of servers, where those make other tiles of an image."""

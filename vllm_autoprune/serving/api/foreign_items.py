@@ -162,7 +162,8 @@ def count_surplus(
         plan = ItemPlan(rows, NO_KEY, tokens=rows)
         if FIELD in data:
             plan = ItemPlan.decode(data[FIELD].data)
-        span = measure(data, rows if plan.keeps_all else plan.tokens).span
+        tokens = rows - len(plan.text) if plan.keeps_all else plan.tokens
+        span = measure(data, tokens).span
         if span is None or plan.positions == "packed":
             continue
         image = i

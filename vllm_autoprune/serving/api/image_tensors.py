@@ -18,6 +18,7 @@ from vllm_autoprune.errors import RequestError
 from vllm_autoprune.serving.api.cells import TRIMMING, align_fields, trimmed_fields
 from vllm_autoprune.serving.api.media import Size, can_prune
 from vllm_autoprune.serving.compat import depends_on
+from vllm_autoprune.serving.inputs import IMAGE_GRIDS, IMAGE_MARKS
 from vllm_autoprune.serving.plan import ENTRY
 
 if TYPE_CHECKING:
@@ -101,9 +102,18 @@ class SeparateImages(_Stock):
     def _get_mm_fields_config(
         self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
     ) -> Mapping[str, MultiModalFieldConfig]:
-        """As stock, with the number of pixel rows adapted to kept cells."""
+        """As stock, with the number of pixel rows adapted to kept cells.
+
+        What is known of an image beside its pixels stays on the CPU, where workers read it; vLLM
+        moves that of Ovis to the device.
+        """
         fields = super()._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)
-        return trimmed_fields(fields, hf_inputs)
+        on_host = {
+            name: MultiModalFieldConfig.batched("image", keep_on_cpu=True)
+            for name in (IMAGE_GRIDS, IMAGE_MARKS)
+            if name in fields
+        }
+        return trimmed_fields({**fields, **on_host}, hf_inputs)
 
 
 def with_images(

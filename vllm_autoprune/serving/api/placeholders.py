@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from vllm_autoprune.errors import RequestError
 from vllm_autoprune.serving.api.positions import ItemFields, ItemSize, find_placeholders
 from vllm_autoprune.serving.compat import depends_on
-from vllm_autoprune.serving.plan import MAX_TEXT_IDS, ItemPlan
+from vllm_autoprune.serving.plan import MAX_TEXT_IDS, Ids, ItemPlan
 from vllm_autoprune.tpdsl.tokens import split_over_parts
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ class Placeholders:
     pruning of Qwen3-VL's videos does so (``Qwen3VLMultiModalProcessor.get_video_repl``).
     ``video_token``: id of the placeholder token of videos; None if videos are left whole.
     ``measure``: size of a processed image or video; None if frames are not counted and every row
-    has its own position.
+    has its own position. ``marks``: ids of the rows that begin and end an image, for models whose
+    prompts have placeholders for these too; the worker makes them, as it embeds text.
     """
 
     count: Callable[[BaseProcessingInfo, ImageSize, Mapping[str, object]], TokenCount]
@@ -66,10 +67,11 @@ class Placeholders:
     embeds_text: bool = False
     video_token: Callable[[BaseProcessingInfo], int] | None = None
     measure: Callable[[BaseProcessingInfo, ItemFields], ItemSize] | None = None
+    marks: Callable[[BaseProcessingInfo], Ids] | None = None
 
     @depends_on("vllm.multimodal.processing.processor", "PromptUpdateDetails")
     def lay_out(
-        self, content: PromptUpdateDetails, plan: ItemPlan
+        self, content: PromptUpdateDetails, plan: ItemPlan, marks: Ids = ()
     ) -> tuple[PromptUpdateDetails, ItemPlan]:
         """Keep K placeholders of one item's prompt text, and all other tokens.
 
@@ -77,8 +79,10 @@ class Placeholders:
         share of K, which is what the worker selects in a tile. If the worker also embeds the text,
         the ids only say how many rows there are, and the plan says which text is among them. All
         ids of a video are then placeholders, because its rows are placed by them. Memory profiling
-        needs room for all tokens.
+        needs room for all tokens. ``marks`` are the ids that :attr:`marks` gives.
         """
+        if marks:
+            return _frame_by_marks(content, plan, marks)
         is_embed = find_placeholders(content)
         unpruned = plan.profile or sum(is_embed) <= plan.budget
         runs = [
@@ -108,3 +112,15 @@ class Placeholders:
         return replace(content, full=shortened, is_embed=None), replace(
             plan, text=places
         )
+
+
+def _frame_by_marks(
+    content: PromptUpdateDetails, plan: ItemPlan, marks: Ids
+) -> tuple[PromptUpdateDetails, ItemPlan]:
+    """Keep K placeholders, and one for each of the rows that begin and end the image."""
+    start, end = marks
+    tokens = len(content.full) - len(marks)
+    budget = tokens if plan.profile else min(plan.budget, tokens)
+    shortened = content.full[: budget + len(marks)]
+    framed = replace(plan, text=((0, start), (tokens, end)))
+    return replace(content, full=shortened), framed

@@ -49,7 +49,7 @@ from vllm_autoprune.serving.api.request import SALT, CacheSalt
 from vllm_autoprune.serving.api.sized_pictures import SizedTexts
 from vllm_autoprune.serving.compat import depends_on
 from vllm_autoprune.serving.identities import make_identity
-from vllm_autoprune.serving.plan import FIELD, LINE, REQUEST_FIELD, ItemPlan
+from vllm_autoprune.serving.plan import FIELD, LINE, REQUEST_FIELD, Ids, ItemPlan
 from vllm_autoprune.serving.served_state import served_state
 
 if TYPE_CHECKING:
@@ -128,6 +128,12 @@ class PrunedProcessor(SeparateImages):
     @cached_property
     def _sized_texts(self) -> SizedTexts:
         return SizedTexts(self._outline)
+
+    @cached_property
+    def _marks(self) -> Ids:
+        """Ids of the rows that begin and end an image, if the worker makes these."""
+        find = self._placeholders.marks
+        return () if find is None else find(self.info)
 
     @cached_property
     def recall_token(self) -> str | None:
@@ -297,7 +303,11 @@ class PrunedProcessor(SeparateImages):
             updates.append([])
             for update in result.prompt_updates[modality][index]:
                 update = self._recompute_cached_prompt_update(update, i)
-                content, plan = self._placeholders.lay_out(update.content, item.plan)
+                content, plan = self._placeholders.lay_out(
+                    update.content,
+                    item.plan,
+                    self._marks if modality == "image" else (),
+                )
                 updates[-1].append(replace(update, content=content))
             items[i] = replace(item, plan=plan)
             tensors.append(_carry_plan(data or {}, plan))

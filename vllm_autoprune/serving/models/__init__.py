@@ -255,6 +255,21 @@ def _ocr(name: str, stock: str, **fields: Any) -> Backbone:
     return Backbone(name, "ocr", stock, **{**usual, **fields})
 
 
+def _ovis(name: str, *architectures: str) -> Backbone:
+    """A model that vLLM serves by the class of Ovis 2.5."""
+    return Backbone(
+        name,
+        "ovis",
+        "Ovis2_5",
+        fields=(_exactly("vit_config.hidden_stride", 2),),
+        missing=_LAYERS,
+        unsplittable="writes the rows that begin and end an image around every item",
+        embeds_text=True,
+        budget="1/2",
+        architectures=architectures,
+    )
+
+
 def shuffled_frame(config: PreTrainedConfig) -> tuple[int, int]:
     """Number of tokens of an InternVL frame, which is one square tile; no rows follow frames."""
     vision = config.vision_config
@@ -370,6 +385,8 @@ BACKBONES: dict[str, Backbone] = {
         _ocr("paddleocr_vl", "PaddleOCRVLForConditionalGeneration", mrope=True),
         _ocr("lightonocr", "LightOnOCRForConditionalGeneration", fields=()),
         _ocr("dots_ocr", "DotsOCRForCausalLM"),
+        _ovis("ovis2_5", "Ovis2_5", "Ovis2_6ForCausalLM"),
+        _ovis("ovis2_6_moe", "Ovis2_6_MoeForCausalLM"),
         Backbone(
             "llava_onevision",
             "llava",

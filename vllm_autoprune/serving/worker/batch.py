@@ -69,6 +69,14 @@ class ModelParts:
     set_times: Callable[[Tensor, Tensor], None] | None = None
     """Sets the positions in time of rows, for models that may have text between the tokens of a
     video."""
+    embed_marks: Callable[[Tensor], Tensor] | None = None
+    """Rows ``(T, D)`` of the ids that begin and end an image, for models that make these of another
+    table than the language model's."""
+
+    @property
+    def embed_text(self) -> Callable[[Tensor], Tensor]:
+        """Rows ``(T, D)`` of the ids of an item's text."""
+        return self.embed_marks or self.embed
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +167,7 @@ def _prune_together(
             item = item.take(repeated.clamp(max=count - 1))
         items.append(item)
     parts = context.parts
-    items = insert_text(items, plans, images, parts.embed, parts.set_times)
+    items = insert_text(items, plans, images, parts.embed_text, parts.set_times)
     return [
         item.with_channels(parts.axes, plan, image.tokens + len(plan.text))
         for item, plan, image in zip(items, plans, images, strict=True)
