@@ -34,6 +34,7 @@ from vllm.v1.worker.utils import sanity_check_mm_encoder_outputs
 from tests.serving.unit.samples import video_state
 from tests.serving.unit.sender import LARGE, OTHER, Sender, picture
 from vllm_autoprune.selftest.backbones import build
+from vllm_autoprune.selftest.engine import mend_products
 from vllm_autoprune.selftest.questions import video
 from vllm_autoprune.serving.api.foreign_items import check_features
 from vllm_autoprune.serving.compat import attach
@@ -71,6 +72,7 @@ class Worker:
 
     def __init__(self, backbone: str, folder: Path) -> None:
         build(backbone, folder)
+        mend_products()
         rules = RequestRules("states", 1, 1024, explicit=True, recall=4)
         mark = "<|image_pad|>" if backbone.startswith("qwen") else ""
         state = video_state("vcast")

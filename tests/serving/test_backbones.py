@@ -79,6 +79,7 @@ WITHOUT_VIDEO = (
     "lfm2_vl",
     "llama4",
     "nvlm_d",
+    "step_vl",
 )
 """Their models, or vLLM's classes for them, take no videos."""
 

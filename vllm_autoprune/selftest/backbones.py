@@ -285,17 +285,17 @@ def _publish_weights(row: _Row, folder: Path) -> None:
             weights[name.replace("q_proj", "qkv")] = joined
     published = {}
     for name, weight in weights.items():
-        if name.startswith(row.get("left_out", "/")):
-            continue
         if "transposed" in row and row["transposed"] in name:
             weight = weight.transpose(-1, -2).contiguous()
         for ours, theirs in row.get("renamed", {}).items():
             name = re.sub(ours, theirs, name)
         published[row.get("weight_prefix", "") + name] = weight
     draw = torch.Generator().manual_seed(0)
-    for name, shape in row.get("added", {}).items():
-        noise = 0.15 * torch.randn(shape, generator=draw)
-        published[name] = (noise if len(shape) > 1 else 1 + noise).bfloat16()
+    for pattern, shape in row.get("added", {}).items():
+        for layer in ("0", "1") if "*" in pattern else ("",):
+            noise = 0.15 * torch.randn(shape, generator=draw)
+            name = pattern.replace("*", layer)
+            published[name] = (noise if len(shape) > 1 else 1 + noise).bfloat16()
     file = folder / row.get("weight_file", file.name)
     file.parent.mkdir(exist_ok=True)
     save_file(published, file, {"format": "pt"})

@@ -6,6 +6,7 @@ import gc
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 from unittest.mock import patch
@@ -28,6 +29,25 @@ request is preempted while it is decoded and the second while it is prefilled. A
 more steps to be answered."""
 
 
+@cache
+def mend_products() -> None:
+    """Let vLLM's product of matrices on a CPU take rows of any stride.
+
+    Why: the tower of Step3-VL returns a transposed view, and a single image of it is refused, with
+    or without a state.
+    Remove when: ``vllm._custom_ops.onednn_mm`` takes it.
+    """
+    from vllm import _custom_ops
+
+    multiply = _custom_ops.onednn_mm
+
+    def multiply_rows(handler: Any, rows: Tensor, bias: Tensor | None) -> Tensor:
+        product: Tensor = multiply(handler, rows.contiguous(), bias)
+        return product
+
+    vars(_custom_ops)["onednn_mm"] = multiply_rows
+
+
 class Engine:
     """A ``vllm.LLM``; with one rank its worker is in this process."""
 
@@ -37,6 +57,7 @@ class Engine:
         """Start the engine, with a state unless ``settings`` is None."""
         from vllm import LLM
 
+        mend_products()
         if settings is not None:
             options["additional_config"] = {"autoprune": dict(settings)}
         usual = {"enforce_eager": True, "dtype": choose_dtype(), "block_size": BLOCK}

@@ -29,8 +29,12 @@ CELLS_FIELD = "autoprune_cells"
 """Name of the field with the anchors ``(N,)`` (:mod:`vllm_autoprune.tpdsl.cells`) of an image whose
 cells were dropped; absent or empty for an image that is whole."""
 
-PIXELS = "pixel_"
-"""Prefix of the names of fields that are moved to the device and that a tower reads. All other
+CROP_PIXELS = "patch_pixel_values"
+"""Field with the pixels ``(M, 3, H, W)`` of an image's tiles, for models in which those of the
+whole image ``(3, H, W)`` have another size and are a field of their own."""
+
+PIXELS = ("pixel_", CROP_PIXELS)
+"""Prefixes of the names of fields that are moved to the device and that a tower reads. All other
 fields stay on the CPU, and say how many pixels there are and where."""
 
 VIDEO_PIXELS = "pixel_values_videos"
@@ -64,6 +68,12 @@ _SIZE = "image_sizes"
 
 TILE_SHAPES = "spatial_shapes"
 """Field with height and width, in patches, of each tile."""
+
+_LINE_ENDS = "patch_newline_mask"
+"""Field that says of each tile whether a newline follows it."""
+
+BY_TILE = (TILE_SHAPES, _LINE_ENDS)
+"""Fields on the CPU with a row for each tile."""
 
 PATCH_PLACES = "pixel_position_ids"
 """Field with column and row of each patch, which are -1 for padding."""
@@ -102,9 +112,10 @@ def check_inputs(
         if not _is_numeric(value):
             raise plan_error("is no tensor of numbers on the CPU", name)
     pixels = _find_pixels(modality, fields)
+    tiles = pixels if CROP_PIXELS not in fields else _check_crops(pixels, fields)
     for name, check in _CHECKS.items():
-        if name in fields and not check(fields[name], len(pixels)):
-            raise plan_error(f"does not fit the {len(pixels)} rows of pixels", name)
+        if name in fields and not check(fields[name], len(tiles)):
+            raise plan_error(f"does not fit the {len(tiles)} rows of pixels", name)
     tokens = _count_video(plan, modality, fields, pixels, frame)
     tokens = _count_grid(modality, fields, pixels) if tokens is None else tokens
     planned = plan.tokens if plan.tower is None else plan.tower.encoded
@@ -136,17 +147,31 @@ def _find_pixels(modality: str, fields: Fields) -> Tensor:
     pixels = fields[names[0]]
     if not isinstance(pixels, Tensor) or pixels.dim() < 2 or pixels.numel() == 0:
         raise plan_error("has no rows of pixels", names[0])
-    if not pixels.is_floating_point() and pixels.dtype != torch.uint8:
-        raise plan_error(f"has pixels of {pixels.dtype}", names[0])
-    # Otherwise the rows of an image that is kept whole would not be finite either.
-    if not bool(pixels.isfinite().all()):
-        raise plan_error("has pixels that are not finite", names[0])
+    _check_pixels(names[0], pixels)
     for name, value in fields.items():
-        if not name.startswith(PIXELS):
+        if name == CROP_PIXELS or not name.startswith(PIXELS):
             continue
         if not isinstance(value, Tensor) or value.shape[:1] != pixels.shape[:1]:
             raise plan_error(f"does not fit the {len(pixels)} rows of pixels", name)
     return pixels
+
+
+def _check_pixels(name: str, pixels: Tensor) -> None:
+    """Raise unless pixels are finite numbers of a type that towers take."""
+    if not pixels.is_floating_point() and pixels.dtype != torch.uint8:
+        raise plan_error(f"has pixels of {pixels.dtype}", name)
+    # Otherwise the rows of an image that is kept whole would not be finite either.
+    if not bool(pixels.isfinite().all()):
+        raise plan_error("has pixels that are not finite", name)
+
+
+def _check_crops(pixels: Tensor, fields: Fields) -> Tensor:
+    """The pixels ``(M, 3, H, W)`` of an image's tiles; M is 0 where only the whole is shown."""
+    crops = fields[CROP_PIXELS]
+    if not isinstance(crops, Tensor) or crops.dim() != 4 or pixels.dim() != 3:
+        raise plan_error("has no tiles beside a whole image", CROP_PIXELS)
+    _check_pixels(CROP_PIXELS, crops)
+    return crops
 
 
 def _count_video(
@@ -263,6 +288,10 @@ def _are_places(value: object, rows: int) -> bool:
     return len(places) == width * height == len(places.unique())
 
 
+def _are_flags(value: object, rows: int) -> bool:
+    return _has_form(value, (torch.bool,), (rows,))
+
+
 def _is_count(value: object, rows: int) -> bool:
     return _has_form(value, _WHOLE_NUMBERS, ()) and int(value) == rows
 
@@ -282,6 +311,7 @@ _CHECKS: Mapping[str, Callable[[object, int], bool]] = {
     **dict.fromkeys(_TILE_COUNTS, _is_count),
     _SIZE: _are_sides,
     TILE_SHAPES: _are_shapes,
+    _LINE_ENDS: _are_flags,
     PATCH_PLACES: _are_places,
     FRAME_SECONDS: _is_interval,
 }

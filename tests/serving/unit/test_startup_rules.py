@@ -153,7 +153,7 @@ def test_ranking_before_the_merger_is_refused_where_there_is_none(
         tower = {"vision_config": NO_CLS, "vision_feature_select_strategy": "full"}
     config = vllm_config(architecture=architecture, **tower)
     settings = {"state": edited(sample(), {"/rank_at": "merger_in"})}
-    if architecture.startswith(("Llava", "Gemma3")):
+    if architecture.startswith(("Llava", "Gemma3", "Step")):
         (problem,) = [
             problem
             for problem in refusal(settings, config)

@@ -22,9 +22,9 @@ from vllm_autoprune.serving.api.positions import (
 from vllm_autoprune.serving.compat import depends_on
 from vllm_autoprune.serving.identities import identify_encoded, make_feature_key
 from vllm_autoprune.serving.inputs import (
+    BY_TILE,
     CELLS_FIELD,
     PIXELS,
-    TILE_SHAPES,
     check_inputs,
 )
 from vllm_autoprune.serving.plan import FIELD, NO_KEY, ItemPlan, Key, plan_error
@@ -99,7 +99,7 @@ def _check_kind(name: str, element: MultiModalFieldElem) -> None:
     kind = element.field
     by_item = isinstance(kind, MultiModalBatchedField)
     by_row = isinstance(kind, MultiModalFlatField) and kind.dim == 0
-    if name == TILE_SHAPES:
+    if name in BY_TILE:
         sound = by_row and kind.keep_on_cpu
     elif name.startswith(PIXELS):
         sound = isinstance(element.data, Tensor) and (by_row or by_item)

@@ -445,6 +445,13 @@ BACKBONES: dict[str, Backbone] = {
             packed="has layers that attend within chunks, which are counted by tokens",
         ),
         Backbone(
+            "step_vl",
+            "separated_tiles",
+            "StepVLForConditionalGeneration",
+            unsplittable=f"writes {_TEXT}",
+            embeds_text=True,
+        ),
+        Backbone(
             "mistral3",
             "ocr",
             "Mistral3ForConditionalGeneration",

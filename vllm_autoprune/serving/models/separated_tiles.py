@@ -1,9 +1,9 @@
-"""Command A Vision, LFM2-VL, Llama 4: tiles and a view of the whole image, text between them."""
+"""Command A Vision, LFM2-VL, Llama 4, Step 3: tiles and a view of the whole, text between them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from math import isqrt
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import isqrt, prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,12 +18,19 @@ from vllm.model_executor.models.cohere2_vision import (
 )
 from vllm.model_executor.models.lfm2_vl import Lfm2VLForConditionalGeneration
 from vllm.model_executor.models.mllama4 import Llama4ForConditionalGeneration
+from vllm.model_executor.models.step3_vl import Step3VLForConditionalGeneration
+from vllm.model_executor.models.step_vl import StepVLForConditionalGeneration
 
 from vllm_autoprune.serving.api.placeholders import Placeholders, TokenCount
+from vllm_autoprune.serving.inputs import CROP_PIXELS
 from vllm_autoprune.serving.models.line import PrunedLine
 from vllm_autoprune.serving.models.pruned_model import prune_class
 from vllm_autoprune.serving.models.tiled import TiledVision
-from vllm_autoprune.serving.models.vision import ImageInputs
+from vllm_autoprune.serving.models.vision import (
+    EncoderInputs,
+    ImageInputs,
+    ModelImage,
+)
 from vllm_autoprune.serving.worker.tower_hooks import Merger
 
 if TYPE_CHECKING:
@@ -124,6 +131,76 @@ class _Llama4Vision(TiledVision):
         return rows
 
 
+class _StepVision(TiledVision):
+    """Step3-VL: tiles of one size, which may be none, then a larger view of the whole image."""
+
+    _model: Step3VLForConditionalGeneration
+    tower_name = "vision_model"
+    counts = "num_patches"
+    fields = (CROP_PIXELS, "pixel_values")
+    layers = "vision_model.transformer.resblocks"
+    attention_name = "attn.attn"
+    whole_last = True
+
+    def images(self, inputs: EncoderInputs) -> list[ModelImage]:
+        """Split the images of one call of ``embed_multimodal``, each with its number of tiles."""
+        crops, views, counts = (inputs[name] for name in (*self.fields, self.counts))
+        assert isinstance(crops, Tensor)
+        assert isinstance(counts, Tensor)
+        images = []
+        for tiles, view, count in zip(
+            crops.split(counts.tolist()), views, counts, strict=True
+        ):
+            image = {
+                CROP_PIXELS: tiles,
+                "pixel_values": view[None],
+                self.counts: count[None],
+            }
+            images.append(ModelImage(image, sum(map(prod, self.shapes(image)))))
+        return images
+
+    @property
+    def _view(self) -> tuple[int, int]:
+        """Height and width, in tokens, of the view of a whole image."""
+        side = isqrt(self._model.img_output_tokens)
+        return side, side
+
+    def shapes(self, tiles: ImageInputs) -> list[tuple[int, int]]:
+        """Height and width, in tokens, of each tile: those of an image, then its view."""
+        side = isqrt(self._model.patch_output_tokens)
+        shapes = []
+        for count in tiles[self.counts].tolist():
+            shapes += [*[(side, side)] * count, self._view]
+        return shapes
+
+    def _arrange(
+        self, shapes: Sequence[tuple[int, int]], passes: Iterable[Iterable[Tensor]]
+    ) -> list[Tensor]:
+        """Results of the tower's passes, of all views and of all tiles, in the order of shapes."""
+        views, *crops = map(iter, passes)
+        return [
+            next(views) if shape == self._view else next(crops[0]) for shape in shapes
+        ]
+
+    def received(self, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Attention ``(P,)`` that the patches of each tile receive, with that of [CLS]."""
+        assert self.attention is not None
+        passes = self.attention.take_each()
+        return self._arrange(shapes, [queries.received() for queries in passes])
+
+    def rows(self, tiles: ImageInputs) -> list[Tensor]:
+        """Projected rows ``(n, D)`` of each tile, as in the stock model."""
+        model = self._model
+
+        def encode(name: str) -> Tensor:
+            pixels = tiles[name].to(self.sample_weight.dtype)
+            features = model._get_vision_model_output(pixels)
+            return model._process_image_features(features)
+
+        passes = [encode(name) for name in reversed(self.fields) if len(tiles[name])]
+        return self._arrange(self.shapes(tiles), passes)
+
+
 def _count_cohere2(
     info: Any, size: ImageSize, kwargs: Mapping[str, object]
 ) -> TokenCount:
@@ -175,6 +252,14 @@ def _count_llama4(
     if tiles > 1:
         tiles += 1
     return TokenCount(tiles * info.get_patch_per_chunk(vision), tiles)
+
+
+def _count_step(info: Any, size: ImageSize, kwargs: Mapping[str, object]) -> TokenCount:
+    """Tokens of an image of Step3-VL, and its tiles with the view of the whole."""
+    processor = info.get_image_processor(**kwargs)
+    tiles, _ = processor.patcher.get_num_patches(size.width, size.height)
+    tokens = tiles * processor.num_patch_feature_size + processor.num_image_feature_size
+    return TokenCount(tokens, tiles + 1)
 
 
 def _count_tiles(info: Any, size: ImageSize, kwargs: Mapping[str, object]) -> int:
@@ -235,4 +320,16 @@ AutopruneLlama4ForConditionalGeneration = prune_class(
     PrunedLine,
     methods=("encode_image_chunks", "get_image_patches_per_chunk"),
     merger="Llama4VisionMLP",
+)
+AutopruneStepVLForConditionalGeneration = prune_class(
+    StepVLForConditionalGeneration,
+    _place(_count_step),
+    _StepVision,
+    PrunedLine,
+    methods=(
+        "_get_vision_model_output",
+        "_process_image_features",
+        "img_output_tokens",
+        "patch_output_tokens",
+    ),
 )

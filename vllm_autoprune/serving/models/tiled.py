@@ -124,7 +124,7 @@ class TiledVision(Vision):
         features = []
         start = 0
         for image in images:
-            end = start + len(next(iter(image.values())))
+            end = start + len(self.shapes(image))
             groups = self._group_tiles([*range(start, end)], shapes)
             regions = tuple(make_region(group, start) for group in groups)
             features.append(ImageFeatures(regions))
