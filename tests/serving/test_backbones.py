@@ -56,6 +56,8 @@ LIKE_ANOTHER = (
     "llama4",
     "nvlm_d",
     "ovis2_6_moe",
+    "step3p7",
+    "step3",
 )
 """Share the code that prunes with another backbone: left to `make test-all`."""
 ON_BOTH_RUNNERS = ("llava", "llava_onevision", "qwen2_5_vl", "qwen3_vl")
@@ -80,6 +82,8 @@ WITHOUT_VIDEO = (
     "llama4",
     "nvlm_d",
     "step_vl",
+    "step3p7",
+    "step3",
 )
 """Their models, or vLLM's classes for them, take no videos."""
 

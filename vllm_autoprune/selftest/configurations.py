@@ -34,3 +34,26 @@ class Ovis2_6MoeConfig(Ovis2_5Config):
 
     def __init__(self, **fields: Any) -> None:  # or else transformers generates one
         super().__init__(**fields)
+
+
+class Step3p7Config(PreTrainedConfig):  # type: ignore[misc]  # untyped here
+    """Configuration of Step-3.7: vLLM's of the language model, and a Perception Encoder."""
+
+    model_type = "step3p7"
+
+    def __init__(
+        self,
+        text_config: dict[str, Any] | PreTrainedConfig | None = None,
+        vision_config: dict[str, Any] | PreTrainedConfig | None = None,
+        **fields: Any,
+    ) -> None:
+        from vllm.transformers_utils.configs.step3p5 import Step3p5Config
+
+        if isinstance(text_config, dict):
+            text_config.pop("rope_parameters", None)  # of transformers, by layer type
+            text_config = Step3p5Config(**text_config)
+        if isinstance(vision_config, dict):
+            vision_config = PreTrainedConfig.from_dict(vision_config)
+        self.text_config = text_config
+        self.vision_config = vision_config
+        super().__init__(**fields)

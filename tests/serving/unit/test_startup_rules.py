@@ -116,7 +116,7 @@ def test_kept_tokens_are_packed_only_where_a_model_cannot_place_them(
     assert served.capabilities.axes == (
         0 if row.packed else MROPE if row.mrope else LINE
     )
-    packed = ("gemma3", "gemma4", "cohere2_vision", "llama4")
+    packed = ("gemma3", "gemma4", "cohere2_vision", "llama4", "step3p7")
     assert bool(row.packed) == (row.name in packed)
     possible = {"true"} if row.mrope else {"packed"} if row.packed else {*POSITIONS}
     for where in POSITIONS:

@@ -249,6 +249,14 @@ def _separated(name: str, stock: str, **more: Any) -> Backbone:
     return replace(row, module="separated_tiles")
 
 
+def _step(name: str, stock: str, **more: Any) -> Backbone:
+    """A model of Step 3's kind, whose tower has convolutions and no patch merger."""
+    why = f"writes {_TEXT}"
+    return Backbone(
+        name, "separated_tiles", stock, unsplittable=why, embeds_text=True, **more
+    )
+
+
 def _ocr(name: str, stock: str, **fields: Any) -> Backbone:
     """A model that reads pages, for which nearly every token is needed."""
     usual = {"fields": (_MERGED,), "missing": _LAYERS, "budget": "70%"}
@@ -444,13 +452,9 @@ BACKBONES: dict[str, Backbone] = {
             "Llama4ForConditionalGeneration",
             packed="has layers that attend within chunks, which are counted by tokens",
         ),
-        Backbone(
-            "step_vl",
-            "separated_tiles",
-            "StepVLForConditionalGeneration",
-            unsplittable=f"writes {_TEXT}",
-            embeds_text=True,
-        ),
+        _step("step3", "Step3VLForConditionalGeneration"),
+        _step("step_vl", "StepVLForConditionalGeneration"),
+        _step("step3p7", "Step3p7ForConditionalGeneration", packed=_WINDOWS),
         Backbone(
             "mistral3",
             "ocr",

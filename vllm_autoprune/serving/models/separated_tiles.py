@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from math import isqrt, prod
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,13 @@ from vllm.model_executor.models.cohere2_vision import (
 from vllm.model_executor.models.lfm2_vl import Lfm2VLForConditionalGeneration
 from vllm.model_executor.models.mllama4 import Llama4ForConditionalGeneration
 from vllm.model_executor.models.step3_vl import Step3VLForConditionalGeneration
+from vllm.model_executor.models.step3p7 import Step3p7ForConditionalGeneration
 from vllm.model_executor.models.step_vl import StepVLForConditionalGeneration
 
 from vllm_autoprune.serving.api.placeholders import Placeholders, TokenCount
 from vllm_autoprune.serving.inputs import CROP_PIXELS
 from vllm_autoprune.serving.models.line import PrunedLine
-from vllm_autoprune.serving.models.pruned_model import prune_class
+from vllm_autoprune.serving.models.pruned_model import PrunedModel, prune_class
 from vllm_autoprune.serving.models.tiled import TiledVision
 from vllm_autoprune.serving.models.vision import (
     EncoderInputs,
@@ -132,7 +134,7 @@ class _Llama4Vision(TiledVision):
 
 
 class _StepVision(TiledVision):
-    """Step3-VL: tiles of one size, which may be none, then a larger view of the whole image."""
+    """Step3-VL, Step-3.7: tiles of one size, if there are any, then a larger view of the whole."""
 
     _model: Step3VLForConditionalGeneration
     tower_name = "vision_model"
@@ -158,6 +160,11 @@ class _StepVision(TiledVision):
             }
             images.append(ModelImage(image, sum(map(prod, self.shapes(image)))))
         return images
+
+    @cached_property
+    def _width(self) -> int:
+        """Width of the language model's embeddings; Step 3.5's class has no configuration."""
+        return int(self._model.config.text_config.hidden_size)
 
     @property
     def _view(self) -> tuple[int, int]:
@@ -199,6 +206,13 @@ class _StepVision(TiledVision):
 
         passes = [encode(name) for name in reversed(self.fields) if len(tiles[name])]
         return self._arrange(self.shapes(tiles), passes)
+
+
+class _Step3Vision(_StepVision):
+    """Step 3, whose tower has [CLS] and three copies of it before the patches."""
+
+    layers = "vision_model.transformer.layers"
+    attention_name = "self_attn.attn"
 
 
 def _count_cohere2(
@@ -321,15 +335,22 @@ AutopruneLlama4ForConditionalGeneration = prune_class(
     methods=("encode_image_chunks", "get_image_patches_per_chunk"),
     merger="Llama4VisionMLP",
 )
-AutopruneStepVLForConditionalGeneration = prune_class(
-    StepVLForConditionalGeneration,
-    _place(_count_step),
-    _StepVision,
-    PrunedLine,
-    methods=(
+
+
+def _prune_step(
+    stock: Any, vision: type[_StepVision] = _StepVision
+) -> type[PrunedModel]:
+    methods = (
         "_get_vision_model_output",
         "_process_image_features",
         "img_output_tokens",
         "patch_output_tokens",
-    ),
+    )
+    return prune_class(stock, _place(_count_step), vision, PrunedLine, methods=methods)
+
+
+AutopruneStepVLForConditionalGeneration = _prune_step(StepVLForConditionalGeneration)
+AutopruneStep3p7ForConditionalGeneration = _prune_step(Step3p7ForConditionalGeneration)
+AutopruneStep3VLForConditionalGeneration = _prune_step(
+    Step3VLForConditionalGeneration, _Step3Vision
 )
