@@ -58,6 +58,7 @@ LIKE_ANOTHER = (
     "ovis2_6_moe",
     "step3p7",
     "step3",
+    "exaone4_5",
 )
 """Share the code that prunes with another backbone: left to `make test-all`."""
 ON_BOTH_RUNNERS = ("llava", "llava_onevision", "qwen2_5_vl", "qwen3_vl")

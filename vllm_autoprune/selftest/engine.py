@@ -14,10 +14,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from vllm_autoprune.backbones import read_config
 from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.selftest.questions import PADDING, Question, video
 from vllm_autoprune.selftest.run import BLOCK, Completion, Completions, Rows
-from vllm_autoprune.serving.models import pruned_model
+from vllm_autoprune.serving.models import BACKBONES, pruned_model
 from vllm_autoprune.serving.plan import ItemPlan
 from vllm_autoprune.serving.worker.batch import SelectionContext, prune_images
 from vllm_autoprune.serving.worker.features import ImageFeatures
@@ -58,6 +59,8 @@ class Engine:
         from vllm import LLM
 
         mend_products()
+        if is_normalized_before(folder):
+            options["mm_device_do_normalize"] = False
         if settings is not None:
             options["additional_config"] = {"autoprune": dict(settings)}
         usual = {"enforce_eager": True, "dtype": choose_dtype(), "block_size": BLOCK}
@@ -90,6 +93,12 @@ class Engine:
         # vLLM collects garbage several times during a start, which takes half of the start-up time
         # of an engine of this size.
         gc.freeze()
+
+
+def is_normalized_before(folder: Path) -> bool:
+    """Whether vLLM has to be told to normalize the pixels of a model before its tower."""
+    names = read_config(str(folder)).architectures or ()
+    return any(name in BACKBONES and BACKBONES[name].host_norm for name in names)
 
 
 class Recorded(NamedTuple):

@@ -15,6 +15,7 @@ from vllm_autoprune.serving.compat import (
     find_runner,
     reuses_memory_plan,
     uses_rust_frontend,
+    vllm_version,
 )
 from vllm_autoprune.serving.encoder_steps import CACHE_MANAGER
 from vllm_autoprune.serving.models import (
@@ -253,6 +254,16 @@ _MODEL_RULES: Mapping[str, Callable[[ServedModel], Iterable[Problem]]] = {
         "--mm-encoder-only",
         lambda model: model.encodes_only and not model.backbone.videos,
         "the language model embeds the text between the tokens of an image",
+    ),
+    "pixels that nothing normalizes": _refuse_mode(
+        "--mm-device-do-normalize",
+        lambda model: (
+            model.backbone.host_norm
+            and vllm_version() < Version("0.33")
+            and model._reads("mm_device_do_normalize")
+        ),
+        "vLLM 0.32 leaves it to this model's tower to normalize pixels, which it does not do",
+        "serve with --no-mm-device-do-normalize",
     ),
     "pruning by vLLM": _refuse_mode(
         "--video-pruning-rate",

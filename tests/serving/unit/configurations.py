@@ -66,7 +66,9 @@ def vllm_config(
         get_total_num_kv_heads=lambda: 6,
         get_head_size=lambda: 32,
         multimodal_config=SimpleNamespace(
-            mm_encoder_tp_mode="weights", mm_device_do_normalize=True
+            mm_encoder_tp_mode="weights",
+            mm_device_do_normalize=architecture not in BACKBONES
+            or not BACKBONES[architecture].host_norm,
         ),
     )
     return SimpleNamespace(

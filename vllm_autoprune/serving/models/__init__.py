@@ -111,6 +111,8 @@ class Backbone:
     frames always have the same size."""
     remote_processor: bool = False
     """Whether vLLM serves it with an image processor that is Python code of the checkpoint."""
+    host_norm: bool = False
+    """Whether its tower in vLLM 0.32 normalizes no pixels, although vLLM leaves it to the tower."""
     state: str = "cen_divprune"
     """Recommended state, by the rule of docs/choosing.md, "Default states"."""
     budget: str = "1/8"
@@ -393,6 +395,16 @@ BACKBONES: dict[str, Backbone] = {
         _ocr("paddleocr_vl", "PaddleOCRVLForConditionalGeneration", mrope=True),
         _ocr("lightonocr", "LightOnOCRForConditionalGeneration", fields=()),
         _ocr("dots_ocr", "DotsOCRForCausalLM"),
+        _qwen(
+            "exaone4_5",
+            "Exaone4_5_ForConditionalGeneration",
+            _FULL,
+            mrope=False,
+            packed=_WINDOWS,
+            whole_tower=_ATTENDS_WITHIN,
+            whole_only=_NORMALISED,
+            host_norm=True,
+        ),
         _ovis("ovis2_5", "Ovis2_5", "Ovis2_6ForCausalLM"),
         _ovis("ovis2_6_moe", "Ovis2_6_MoeForCausalLM"),
         Backbone(

@@ -409,13 +409,16 @@ class GridVision(GridLayout):
 
 
 def prune_grid(
-    stock: Any, vision: type[GridVision], merger: str = ""
+    stock: Any, vision: type[GridVision], merger: str = "", *, mrope: bool = True
 ) -> type[PrunedModel]:
-    """The pruned form of one of vLLM's classes; ``merger`` is the class of its patch merger."""
+    """The pruned form of one of vLLM's classes; ``merger`` is the class of its patch merger.
+
+    ``mrope`` is False if no checkpoint of a class that can have M-RoPE has it.
+    """
     calls: tuple[str, ...] = ("_parse_and_validate_image_input", "_process_image_input")
     # A class has the first method if it has M-RoPE, and the second if vLLM can prune its videos.
     of_mrope = ("get_mrope_input_positions", "recompute_mrope_positions")
-    positions = tuple(name for name in of_mrope if hasattr(stock, name))
+    positions = tuple(name for name in of_mrope if mrope and hasattr(stock, name))
     placeholders = Placeholders(
         vision.count_tokens,
         vision.count_largest,

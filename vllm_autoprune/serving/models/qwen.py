@@ -16,6 +16,7 @@ from vllm.model_executor.models.cohere_compass import (
 )
 from vllm.model_executor.models.cosmos3 import Cosmos3ForConditionalGeneration
 from vllm.model_executor.models.cosmos3_edge import Cosmos3EdgeForConditionalGeneration
+from vllm.model_executor.models.exaone4_5 import Exaone4_5_ForConditionalGeneration
 from vllm.model_executor.models.glm4_1v import (
     Glm4vForConditionalGeneration,
     Glm4vMoeForConditionalGeneration,
@@ -69,6 +70,12 @@ class _Qwen2_5Vision(_Qwen2Vision):
         metadata = self._model.visual.prepare_encoder_metadata(grids.tolist())
         order: Tensor = metadata["reverse_indices"]
         return order.to(self.sample_weight.device, non_blocking=True)
+
+
+class _ExaoneVision(_Qwen2_5Vision):
+    """EXAONE 4.5, whose videos are left whole."""
+
+    video_token = ""
 
 
 class _Qwen2_5OmniVision(_Qwen2_5Vision):
@@ -177,6 +184,12 @@ AutopruneQwen2_5_VLForConditionalGeneration = prune_grid(
     Qwen2_5_VLForConditionalGeneration,
     _Qwen2_5Vision,
     merger="Qwen2_5_VisionPatchMerger",
+)
+AutopruneExaone4_5_ForConditionalGeneration = prune_grid(
+    Exaone4_5_ForConditionalGeneration,
+    _ExaoneVision,
+    merger="qwen2_5_vl.Qwen2_5_VisionPatchMerger",
+    mrope=False,
 )
 AutopruneQwen3VLForConditionalGeneration = prune_grid(
     Qwen3VLForConditionalGeneration, _Qwen3Vision, merger="Qwen3_VisionPatchMerger"

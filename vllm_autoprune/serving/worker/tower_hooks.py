@@ -94,6 +94,8 @@ class QueriesAndKeys:
                 else part.unflatten(-1, (attention.num_heads, -1))
                 for part in (query, key)
             )
+            if query.shape[2] > key.shape[2]:  # heads of queries share one of keys
+                key = key.repeat_interleave(query.shape[2] // key.shape[2], dim=2)
             return cls(query, key, attention.scale)
 
         return InputHook(attention, read)
