@@ -116,8 +116,8 @@ def test_kept_tokens_are_packed_only_where_a_model_cannot_place_them(
     assert served.capabilities.axes == (
         0 if row.packed else MROPE if row.mrope else LINE
     )
-    packed = ("gemma3", "gemma4", "cohere2_vision", "llama4", "step3p7")
-    packed = ("gemma3", "gemma4", "cohere2_vision", "llama4", "exaone4_5")
+    windows = ("gemma3", "gemma4", "cohere2_vision", "step3p7", "exaone4_5")
+    packed = (*windows, "llama4")
     assert bool(row.packed) == (row.name in packed)
     possible = {"true"} if row.mrope else {"packed"} if row.packed else {*POSITIONS}
     for where in POSITIONS:
