@@ -271,7 +271,9 @@ def _ovis(name: str, *architectures: str) -> Backbone:
         name,
         "ovis",
         "Ovis2_5",
-        fields=(_exactly("vit_config.hidden_stride", 2),),
+        fields=(
+            Field("vit_config.hidden_stride", "2", lambda side: side in (2, None)),
+        ),
         missing=_LAYERS,
         unsplittable="writes the rows that begin and end an image around every item",
         embeds_text=True,
