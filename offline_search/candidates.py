@@ -15,6 +15,7 @@ from offline_search.components import (
     DEFAULT_KERNEL,
     JsonObject,
     components_json,
+    optional_components,
     searched_components,
 )
 from offline_search.released_space import (
@@ -30,6 +31,7 @@ from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.tpdsl.atoms.pools import PartitionCall, PoolCall, SourceCall
 from vllm_autoprune.tpdsl.atoms.source import FIXED_BUDGETS, BudgetCall
 from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, Group
 from vllm_autoprune.tpdsl.state import SCHEMA, PruningState
 
@@ -101,7 +103,14 @@ def describe_purposes(settings: Settings) -> Mapping[str, str]:
     """What each purpose means in a search."""
     if settings.space == "all":
         return PURPOSES
-    return {**PURPOSES, **_PURPOSES_IN_SMALL_SPACES[choice_of_signals(settings.space)]}
+    purposes = dict(_PURPOSES_IN_SMALL_SPACES[choice_of_signals(settings.space)])
+    optional = optional_components(settings)
+    if optional:
+        purposes["explore"] += f", or another {' or '.join(optional)}"
+        purposes["combine"] += f"; {', '.join(optional)} may come from any of them"
+    if settings.core:
+        purposes["ablate"] += ", or without its core"
+    return {**PURPOSES, **purposes}
 
 
 def list_purposes(begin: int, count: int, stage: Stage) -> list[str]:
@@ -141,6 +150,8 @@ def assemble_state(
     :class:`StateError`, also for parts that a smaller space lacks.
     """
     state = _load_components(components, settings)
+    if settings.question_free:
+        _refuse_reading(state, settings)
     if settings.space == "all":
         return state
     nearest = _project_state(state, settings)
@@ -148,6 +159,13 @@ def assemble_state(
     if problems:
         raise StateError("proposal", problems)
     return nearest
+
+
+def _refuse_reading(state: PruningState, settings: Settings) -> None:
+    """Raise :class:`StateError` if a state reads the question at the search's K."""
+    if materialize(state, settings.source_budget).reads_instruction:
+        fix = "use atoms that the task lists, and no part that reads the question"
+        raise StateError.of("", "reads the question", fix, subject="proposal")
 
 
 def nearest_state(
@@ -258,12 +276,22 @@ def base_state(settings: Settings) -> PruningState:
 
 
 def paper_state(settings: Settings, quota: int = 2) -> PruningState:
-    """The paper's selected structure on this search's base policy and budget."""
+    """The paper's selected structure on this search's base policy and budget.
+
+    Of its signals, it has those that the search offers.
+    """
     released = load_state("autoprune")
+    left_out = excluded_atoms(settings)
+    signals = tuple(
+        call for call in released.scoring.signals if call.atom not in left_out
+    )
+    scoring = released.scoring.model_copy(update={"signals": signals})
     update = {"q_e": min(quota, settings.source_budget), "r_min": None}
     selector = released.constraints.selector.model_copy(update=update)
     constraints = released.constraints.model_copy(update={"selector": selector})
-    changed = released.model_copy(update={"constraints": constraints})
+    changed = released.model_copy(
+        update={"scoring": scoring, "constraints": constraints}
+    )
     return nearest_state(components_json(changed), settings)
 
 

@@ -31,8 +31,17 @@ def searched_components(settings: Settings) -> tuple[str, ...]:
     names = COMPONENTS
     if settings.library == "paper":
         names = ("source", "budget", *COMPONENTS, "safety")
-    optional = {CORE: settings.core, RANK_AT: settings.rank_at}
-    return (*names, *(name for name, searched in optional.items() if searched))
+    return (*names, *(name for name in optional_components(settings) if name != BASE))
+
+
+def optional_components(settings: Settings) -> tuple[str, ...]:
+    """Names of the optional components that a search varies."""
+    optional = {
+        CORE: settings.core,
+        RANK_AT: settings.rank_at,
+        BASE: bool(settings.bases),
+    }
+    return tuple(name for name, searched in optional.items() if searched)
 
 
 def components_json(state: PruningState) -> JsonObject:

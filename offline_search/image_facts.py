@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -100,6 +100,12 @@ class ImageFacts:
                 )
         return " ".join(sentences)
 
+    def without_question(self) -> ImageFacts:
+        """The facts that matter to policies that do not read the question."""
+        return replace(
+            self, sign=None, segments=None, has_wide_words=None, relevance=None
+        )
+
     def _list_inputs(self) -> Iterator[str]:
         """Sentences on what signals read besides features."""
         if self.has_cls is not None:
@@ -125,6 +131,8 @@ def describe_facts(facts: Mapping[str, ImageFacts], settings: Settings) -> str:
     budget = BudgetCall.parse(settings.budgets[0])
     texts: list[str] = []
     for model, known in facts.items():
+        if settings.question_free:
+            known = known.without_question()
         text = known.describe(budget, settings.space)
         texts.append(f"{model}: {text}" if model else text)
     return "\n".join([*texts, "", ""]) if texts else ""

@@ -18,7 +18,7 @@ from offline_search.components import (
     COMPONENTS,
     JsonObject,
     components_json,
-    searched_components,
+    optional_components,
     structure,
 )
 from offline_search.settings import MAX_QUOTA, Settings, Space
@@ -224,9 +224,11 @@ def describe_space(settings: Settings) -> str:
     searched = _SPACES[settings.space]
     released = _released_policy()
     ranges = {
-        name: f"{'integer ' if name == 'q_e' else ''}{low:g} to {high:g}"
-        for name, (low, high) in searched.ranges.items()
+        name: f"{low:g} to {high:g}" for name, (low, high) in searched.ranges.items()
     }
+    if "q_e" in searched.ranges:
+        low, high = searched.ranges["q_e"]
+        ranges["q_e"] = f"integer {low:g} to {min(high, settings.source_budget):g}"
     # Policies are printed without numbers that are the default.
     for call in (released.constraints.selector, released.reassembly):
         for name in ranges.keys() & type(call).model_fields.keys():
@@ -241,10 +243,10 @@ def describe_space(settings: Settings) -> str:
     ]
     weight = f"{_WEIGHTS[0]:g} to {_WEIGHTS[1]:g}"
     choice = {
-        "fixed": "Signals, all of them with the weights of the example:",
+        "fixed": "Signals, all of them:",
         "any": f"Signals, any of them, at least one, each with a weight of {weight}; the fusion "
         "divides weights by their sum:",
-        "single": "Signals, one of them with weight 1:",
+        "single": "Signals, exactly one of them; its weight is 1:",
     }[searched.signals]
     selector = released.constraints.selector
     others = (
@@ -260,17 +262,20 @@ def describe_space(settings: Settings) -> str:
         ),
         released.reassembly,
     )
-    optional = searched_components(settings)[len(COMPONENTS) :]
-    chosen = [*optional, *([BASE] if settings.bases else [])]
+    chosen = optional_components(settings)
+    optional = [name for name in chosen if name != BASE]
     also = f", and {', '.join(chosen)}" if chosen else ""
     lines = [
         f"Only what is named here with a range is yours to choose{also}. All else is fixed, as "
-        "in the example of each prompt, and a policy that differs in it or leaves a range is "
-        "refused.",
+        "in every policy that a prompt prints whole, and a policy that differs in it, leaves a "
+        "range, or leaves out a number without a default is refused.",
         "",
         choice,
         "",
-        *(_describe_released(call, ranges) for call in signals),
+        *(
+            _describe_released(call, ranges, searched.signals == "fixed")
+            for call in signals
+        ),
         "",
         "Kernel, fusion, pool, selector and reassembly:",
         "",
@@ -290,8 +295,11 @@ def describe_space(settings: Settings) -> str:
     return "\n".join(lines)
 
 
-def _describe_released(call: AtomCall, ranges: Mapping[str, str]) -> str:
+def _describe_released(
+    call: AtomCall, ranges: Mapping[str, str], has_fixed_weight: bool = False
+) -> str:
     """Description of an atom as the fixed parameters make it, with its free and fixed numbers."""
+    untold = ("atom",) if has_fixed_weight else ("atom", "weight")
     parameters: list[str] = []
     for name, value in call:
         parameter = type(call).model_fields[name]
@@ -299,9 +307,7 @@ def _describe_released(call: AtomCall, ranges: Mapping[str, str]) -> str:
         meaning = str(parameter.description).partition("; null:")[0]
         if name in ranges:
             parameters.append(f"{name} {ranges[name]} ({meaning})")
-        elif name == "q_e" or (
-            name not in ("atom", "weight") and value != parameter.default
-        ):
+        elif name == "q_e" or (name not in untold and value != parameter.default):
             fixed = f"{name} is fixed at {json.dumps(value)}"
             if isinstance(value, int | float) and not isinstance(value, bool):
                 fixed += f" ({meaning})"

@@ -23,6 +23,7 @@ from offline_search.released_space import (
 )
 from offline_search.settings import MAX_QUOTA, Settings
 from vllm_autoprune.tpdsl.atoms.pools import JoinedPool, PartitionCall
+from vllm_autoprune.tpdsl.base_policy import INSTRUCTION_NEEDS
 from vllm_autoprune.tpdsl.reference import CORE_POLICIES
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, Group
 from vllm_autoprune.tpdsl.state import Core, PruningState
@@ -185,6 +186,8 @@ def atom_names(group: Group, settings: Settings) -> list[str]:
 
 def _is_offered(name: str, settings: Settings) -> bool:
     atom = ATOMS[name]
+    if settings.question_free and not atom.needs.isdisjoint(INSTRUCTION_NEEDS):
+        return False
     return not atom.videos and (
         settings.library != "paper" or atom.origin != "extension"
     )

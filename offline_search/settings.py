@@ -190,6 +190,12 @@ class SearchChoices(FrozenModel):
         exclude_if=lambda positions: positions == "packed",
         description="where kept tokens stand under candidates: true, spread or packed",
     )
+    question_free: bool = Field(
+        default=False,
+        exclude_if=lambda is_set: not is_set,
+        description="candidates may not read the question, so that all questions about an image "
+        "share its KV",
+    )
     block: int = Field(
         default=DEFAULT_BLOCK,
         ge=8,
@@ -261,6 +267,11 @@ class Settings(SearchChoices):
         if self.space != "all" and self.library == "paper":
             what = f"the space {self.space} has atoms of its own"
             raise refuse_value(what, "leave others out", "space", "library")
+        for name in (self.base_policy, *self.other_bases):
+            if self.question_free and BASE_POLICIES[name].reads_instruction:
+                what = f"{name} reads the question"
+                fix = "give a base policy that does not, or leave it out"
+                raise refuse_value(what, fix, "question_free")
         largest = max(BudgetCall.parse(budget).range()[1] for budget in self.budgets)
         if self.space == "without-anchoring" and largest > MAX_QUOTA:
             what = f"anchoring cannot be removed above K = {MAX_QUOTA}, the largest q_e"

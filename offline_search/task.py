@@ -20,12 +20,18 @@ from offline_search.components import (
     BASE,
     compact_json,
     dump_json,
+    optional_components,
     searched_components,
 )
 from offline_search.differences import SMALLEST_CHANGE
 from offline_search.released_space import choice_of_signals, describe_space
 from offline_search.search_space import excluded_atoms
-from offline_search.settings import MAX_QUOTA, Objective, Settings
+from offline_search.settings import (
+    MAX_QUOTA,
+    STRATEGIES_WITH_LISTS,
+    Objective,
+    Settings,
+)
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.reference import render_language
 from vllm_autoprune.tpdsl.state import PruningState
@@ -79,21 +85,23 @@ _SCORES = """Scores: a score is {score}: 0 is as with all tokens, higher is bett
 a prompt are on one scale, estimates for all questions that were asked so far: the mean over those \
 that a candidate was asked, corrected for how difficult they were and weighted by category. They \
 are estimated again after every round, so one may differ from that in an earlier prompt; that of \
-few questions is rough, and may come out above 0.
+few questions is rough, and may come out above 0."""
+
+_DIFFERENCES = """
 A difference of two candidates is firmer: the mean over the questions that both were asked, which \
 need not be the difference of their scores, ± its standard error over images, unknown for fewer \
-than four; then the verdict, and at how many of those questions the first is up and down by more \
-than {smallest}. The resolution is {resolution}. The verdict is *same* if the difference and two \
-standard errors, added, are within the resolution, which a standard error above half of it \
-rules out, else *higher* or *lower* if the difference exceeds two standard errors, else \
-*undecided*. A policy is not measured again if it is a measured one, or if, where the search can \
-run it on a few images, it keeps the same tokens with the same rows as a measured one: what is \
-listed of it is that one's."""
+than four; then the verdict, undecided where the error is unknown, and at how many of those \
+questions the first is up and down by more than {smallest}. The resolution is {resolution}. The \
+verdict is *same* if the difference and two standard errors, added, are within the resolution, \
+which a standard error above half of it rules out, else *higher* or *lower* if the difference \
+exceeds two standard errors, else *undecided*. A policy is not measured again if it is a measured \
+one, or if, where the search can run it on a few images, it keeps the same tokens with the same \
+rows as a measured one: what is listed of it is that one's, also where it is a parent."""
 
 _RESOLUTION = (
     "the smallest difference that the search can tell: two standard errors of the difference of "
-    "{leaders}, once they have answered the questions of {rounds} rounds; it is estimated anew "
-    "after every round"
+    "the scores of {leaders}, once they have answered the questions of {rounds} rounds, or all "
+    "that there are; it is estimated anew after every round"
 )
 
 _OBJECTIVES: Mapping[Objective, str] = {
@@ -124,24 +132,29 @@ def describe_task(settings: Settings) -> str:
         language = describe_space(settings)
         if "tile or image" in language:
             language += f"\n\n{_TILES}"
+    parts = (
+        _describe_goal(settings),
+        _STEPS.format(quota=quota, signs=signs, positions=_PLACES[settings.positions]),
+        _describe_scores(settings),
+        language,
+        _describe_form(settings),
+    )
+    return "\n\n".join(parts)
+
+
+def _describe_scores(settings: Settings) -> str:
+    """What a score is and, for strategies whose prompts have them, a difference and a verdict."""
+    score = _SHARE if settings.models else _OBJECTIVES[settings.objective]
+    text = _SCORES.format(score=score)
+    if settings.strategy not in STRATEGIES_WITH_LISTS:
+        return text
     leaders = "leading candidates of different structures"
     if _has_one_structure(settings):
         leaders = f"the best candidate and {BASE_PARENT}"
     resolution = _RESOLUTION.format(leaders=leaders, rounds=settings.rounds)
     if settings.resolution:
         resolution = f"{settings.resolution:g}, the smallest difference that counts"
-    parts = (
-        _describe_goal(settings),
-        _STEPS.format(quota=quota, signs=signs, positions=_PLACES[settings.positions]),
-        _SCORES.format(
-            score=_SHARE if settings.models else _OBJECTIVES[settings.objective],
-            smallest=SMALLEST_CHANGE,
-            resolution=resolution,
-        ),
-        language,
-        _describe_form(settings),
-    )
-    return "\n\n".join(parts)
+    return text + _DIFFERENCES.format(smallest=SMALLEST_CHANGE, resolution=resolution)
 
 
 def _describe_language(settings: Settings) -> str:
@@ -175,7 +188,8 @@ does one listed as not measured
 - "expect", the verdict on the difference to the parent: "higher", "same" or "lower"
 
 A hypothesis is confirmed where the verdict is as expected, and else refuted; undecided where the \
-verdict is; and untested where a change was expected and no answer changed."""
+verdict is; and untested where a change was expected and no answer changed, or no question was \
+asked of both."""
 
 
 def dump_policy(state: PruningState, settings: Settings) -> str:
@@ -186,7 +200,7 @@ def dump_policy(state: PruningState, settings: Settings) -> str:
 def _has_one_structure(settings: Settings) -> bool:
     """Whether all candidates have the same atoms and policies, and rank tokens at one place."""
     varies = settings.space == "all" or choice_of_signals(settings.space) != "fixed"
-    return not (varies or settings.bases or settings.core or settings.rank_at)
+    return not (varies or optional_components(settings))
 
 
 def _describe_structure(settings: Settings) -> str:
@@ -217,6 +231,11 @@ def _describe_goal(settings: Settings) -> str:
         goal += (
             f"It is measured at K = {others} too, and scores are means over these; what it "
             f"exchanges is told at K = {budget}. "
+        )
+    if settings.question_free:
+        goal += (
+            "It must not read the question: all questions about an image are answered from the "
+            "same tokens. "
         )
     if settings.models:
         goal += (

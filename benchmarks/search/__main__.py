@@ -130,12 +130,13 @@ def run_study(options: argparse.Namespace) -> None:
             "base_policy": base,
             "budgets": (budget,),
             "models": tuple(names) if len(names) > 1 else (),
+            "question_free": options.question_free,
         }
         study = Study(
             options.out / f"{joined}-k{str(budget).replace('/', '-')}",
             arms,
             range(options.seeds),
-            common.model_copy(update=changes),
+            Settings.model_validate(common.model_dump() | changes),
             connect,
             options.at_once,
             options.leaders,
@@ -260,6 +261,11 @@ _COMMANDS: Mapping[
                 help="base policies that candidates may have instead",
             ),
             argument("--core", action="store_true", help="candidates may have a core"),
+            argument(
+                "--question-free",
+                action="store_true",
+                help="candidates may not read the question",
+            ),
             argument(
                 "--proposer-url", help="endpoint of a language model; default: none"
             ),

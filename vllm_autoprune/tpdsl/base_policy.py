@@ -144,6 +144,11 @@ class BasePolicy:
         }
         return model.model_validate(params.model_dump(exclude=fixed))
 
+    @property
+    def reads_instruction(self) -> bool:
+        """Whether a call that gives no parameters reads the question."""
+        return not self.needs_of(self.default_params).isdisjoint(INSTRUCTION_NEEDS)
+
     def needs_of(self, params: PolicyParams) -> frozenset[Need]:
         """Optional inputs that the policy reads with these parameters."""
         return self.needs if self.reads is None else self.reads(params)

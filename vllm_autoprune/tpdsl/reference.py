@@ -165,7 +165,7 @@ def render_language(
         note = f", {place.note}" if place.note else ""
         lines += ["", f"{place.group} ({place.pointer}{many}{note}):", ""]
         if place.group == "reassembly":
-            lines += _describe_reassembly()
+            lines += _describe_reassembly(left_out)
             continue
         # A parameter that several atoms share is described for the first one only.
         described: set[_Parameter] = set()
@@ -192,8 +192,15 @@ def render_language(
         lines += [
             "the question, and shared by all questions about an image; the rest of the"
         ]
-        lines += ["policy then chooses the others given it:", ""]
+        lines += [
+            "policy then chooses the others given it, and exchanges none of it:",
+            "",
+        ]
         lines += [f"- {_describe([p])}" for p in _list_parameters(Core)]
+        if components:  # without, all policies are described above
+            lines += [
+                f"    {name}: {BASE_POLICIES[name].doc}" for name in CORE_POLICIES
+            ]
     if not components or "rank_at" in components:
         lines += [
             "",
@@ -213,20 +220,35 @@ def _describe(parameters: Iterable[_Parameter]) -> str:
     )
 
 
-def _describe_reassembly() -> Iterator[str]:
-    """The 81 atoms by their axes, which is shorter than one line per atom."""
-    yield "reassemble/ASSIGNMENT.AGGREGATION.OUTPUT.ORDERING; those below have names of their own"
-    yield "and no others. No row changes by default: strength is 0, and no gain in cosine reaches"
-    yield "the margin of 10. The orders score and pick act nevertheless."
+def _describe_reassembly(left_out: Collection[str]) -> Iterator[str]:
+    """The 81 atoms by their axes, which is shorter than one line per atom.
+
+    Levels of atoms that are all in ``left_out`` are not told.
+    """
+    level_names_of = {name: level_names for level_names, name in PRINTED.items()}
+    told = {
+        level
+        for name in ATOMS.names("reassembly")
+        if name not in left_out
+        for level in level_names_of.get(name, name.removeprefix("reassemble/")).split(
+            "."
+        )
+    }
+    yield "reassemble/ASSIGNMENT.AGGREGATION.OUTPUT.ORDERING; those that are listed with names of"
+    yield "their own have no others. No row changes by default: strength is 0, and no gain in"
+    yield "cosine reaches the margin of 10. The orders score and pick act nevertheless."
     yield ""
     axes = {"ASSIGNMENT": ASSIGNMENTS, "AGGREGATION": AGGREGATIONS}
     for axis, levels in {**axes, "OUTPUT": OUTPUTS, "ORDERING": ORDERINGS}.items():
-        effects = "; ".join(f"{level.name}: {level.description}" for level in levels)
+        offered = [level for level in levels if level.name in told]
+        effects = "; ".join(f"{level.name}: {level.description}" for level in offered)
         yield f"- {axis}: {effects}"
-        for level in levels:
+        for level in offered:
             if level.call is not None:
                 yield f"    {level.name} takes {_describe(_list_parameters(level.call))}"
     for level_names, name in PRINTED.items():
+        if name in left_out:
+            continue
         yield f"- {name} is {level_names}"
         if nearest := [
             p for p in _list_parameters(ATOMS[name].call) if p.name == "nearest"

@@ -116,7 +116,7 @@ class Core(StatePart):
     share: float = Field(
         ge=0.01,
         le=1.0,
-        description="part of K that is core; 1: the state reads no question",
+        description="part of K that is core, rounded down; 1: no question is read",
     )
     policy: QuestionFreePolicy = Field(
         default_factory=lambda: BASE_POLICIES["divprune"].call.model_validate(
@@ -128,8 +128,8 @@ class Core(StatePart):
         0.0,
         ge=0.0,
         le=0.9,
-        description="part of all tokens that the core stands for, the most similar ones to it: the "
-        "delta neither keeps nor merges them",
+        description="part of all tokens that the core stands for, the most similar ones to it: no "
+        "other part keeps or merges them, unless too few were left",
     )
     strength: float = Field(
         0.0,
