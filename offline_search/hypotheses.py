@@ -22,9 +22,9 @@ ROOM_OF_COUNT = 50
 """Room for the number of hypotheses that are not listed."""
 
 _TITLE = (
-    "Hypotheses: the parent, or the candidate whose tokens and rows it has, if that is listed; the "
-    "verdict that was expected; of earlier rounds "
-    "what changed in the parent, if that is short; the difference to the parent that tests it:"
+    "Hypotheses: the parent, or the candidate whose tokens and rows the parent has; the verdict "
+    "that was expected; of earlier rounds what changed in the parent, if that is short, or the "
+    "candidate whose tokens and rows it has; the difference to the parent that tests it:"
 )
 
 _Verdict = Literal["confirmed", "refuted", "undecided"]
@@ -74,8 +74,8 @@ class Hypotheses:
     def describe(self, printed: Collection[str], room: int) -> Iterator[str]:
         """One line for each hypothesis that fits into ``room`` characters, and into 5,000.
 
-        A hypothesis of an earlier round is left out if nothing says what it changed: its candidate
-        is not among those ``printed``, and its change is long.
+        A hypothesis of an earlier round is left out if nothing says what it changed: its parent is
+        not among those ``printed`` or, where its change is long, its candidate.
         """
         if not self._outcomes:
             return
@@ -87,9 +87,9 @@ class Hypotheses:
             assert trial is not None
             is_latest = name in self._latest
             change = "" if is_latest else self._describe_step(trial, printed)
-            if not (is_latest or change or name in printed):
-                continue
             parent = self._name_parent(trial, printed)
+            if not (is_latest or (parent and (change or name in printed))):
+                continue
             described = _describe_hypothesis(trial, is_latest, change, parent)
             line = f"- {described} => {outcome.text}"
             room -= len(line) + 1

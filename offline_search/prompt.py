@@ -93,8 +93,11 @@ def describe_field(requested: int, proposed: int, others: Sequence[Draft]) -> st
 
 
 def _describe_starts(drafts: Sequence[Draft]) -> str:
-    """The policies that every search starts with: those of several signals, and of each alone."""
-    quotas: dict[tuple[tuple[str, ...], str], dict[str, None]] = {}
+    """The policies that every search starts with: those of several signals, and of each alone.
+
+    One that has the atoms and q_e of another differs from it in other numbers.
+    """
+    quotas: dict[tuple[tuple[str, ...], str], list[str]] = {}
     for draft in drafts:
         if draft.origin != "warm start" or draft.state is None:
             continue
@@ -108,12 +111,14 @@ def _describe_starts(drafts: Sequence[Draft]) -> str:
             draft.state.reassembly,
         )
         others = ", ".join(call.atom for call in calls)
+        if draft.state.core is not None:
+            others += f", a core of {draft.state.core.share:g}"
         quota = dict(constraints.selector).get("q_e", 0)
-        quotas.setdefault((signals, others), {})[str(quota)] = None
+        quotas.setdefault((signals, others), []).append(str(quota))
     together: list[str] = []
     alone: dict[str, list[str]] = {}
     for (signals, others), values in quotas.items():
-        ending = f"with {others} at q_e {' and '.join(values)}"
+        ending = f"with {others} at q_e {' and at '.join(values)}"
         if len(signals) > 1:
             together.append(f"of {', '.join(signals)} together, {ending}")
         else:
@@ -141,7 +146,8 @@ def proposal_prompt(
     else:
         text = dump_policy(example, settings)
         section = f"An example of a policy:\n{text}"
-    return _build_messages(settings, f"{context}\n\n{section}\n\n{request}")
+    parts = filter(None, (context, section, request))
+    return _build_messages(settings, "\n\n".join(parts))
 
 
 def crossover_prompt(

@@ -88,7 +88,7 @@ class EvaluationBudget:
             round_text = (
                 f"Round {number}. The search may take {self.answers} answers, each of one "
                 f"candidate to one question{at}; {spent} are taken, those of base not counted, and "
-                f"a round takes up to about {usual}, of all its candidates together."
+                f"a round takes about {usual}, of all its candidates together."
             )
             ending = (
                 f"It is the last one, unless it takes fewer than the {self.answers - spent} that "
@@ -122,7 +122,7 @@ class EvaluationBudget:
                 f"of {asked} too. {cost}"
             )
         if settings.models:
-            cost += ", equally many by each model"
+            cost += ", by each model in turn"
         if len(settings.budgets) > 1:
             cost += f", each at {len(settings.budgets)} budgets"
         if settings.races:

@@ -342,11 +342,14 @@ class _Summary:
 
     def _describe(self, trial: Trial, printed: Mapping[str, Trial]) -> str:
         """One candidate on one line: score, differences, what it did, and its policy."""
-        figures = [self._describe_score(trial), *self._list_figures(trial)]
+        figures = [self._describe_score(trial, printed), *self._list_figures(trial)]
         return f"{trial.name}: {'; '.join(figures)}; {self._describe_policy(trial, printed)}"
 
-    def _describe_score(self, trial: Trial) -> str:
-        """Score of a candidate, on how many questions, and why it was dropped."""
+    def _describe_score(self, trial: Trial, printed: Collection[str]) -> str:
+        """Score of a candidate, on how many questions, and why it was dropped.
+
+        Of the rival for which it was dropped, the name is told if it is ``printed``.
+        """
         result = trial.result
         if result.status == "same":
             score = self._format_score(self.history.objective_of(trial.name))
@@ -355,8 +358,12 @@ class _Summary:
             return f"not measured, {result.reason[:100]}"
         count = self.history.count_questions(trial)
         score = self._format_score(self.history.estimate(trial))
-        dropped = f", dropped: {result.reason}" if result.status == "dropped" else ""
-        return f"{score} on {count} questions{dropped}"
+        if result.status != "dropped":
+            return f"{score} on {count} questions"
+        reason = result.reason
+        if result.rival and result.rival not in printed:
+            reason = reason.replace(f" {result.rival}", " another", 1)
+        return f"{score} on {count} questions, dropped: {reason}"
 
     def _list_figures(self, trial: Trial) -> Iterator[str]:
         """Differences, gains, exchanges and idle parts of a measured candidate."""
@@ -408,8 +415,12 @@ class _Summary:
             acting.pop("scoring", None)
             acting.pop("constraints", None)
             return f"exchanges nothing, with {dump_json(acting)}"
+        twin = printed.get(trial.result.same_as)
+        if twin is not None and twin.require_state().digest == state.digest:
+            return f"the policy of {twin.name}"
         texts = [dump_json(compact_json(state, names_bases))]
-        for name in (*trial.proposal.parents[:1], self.leader.name):
+        names = (trial.result.same_as, *trial.proposal.parents[:1], self.leader.name)
+        for name in names:
             near = printed.get(name)
             # Changes of a scoring that is not printed would not be understood.
             if near is not None and near.state and not _is_idle(near.state):

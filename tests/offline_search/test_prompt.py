@@ -14,6 +14,7 @@ import torch
 
 from offline_search.candidates import (
     PURPOSES,
+    Draft,
     Stage,
     assemble_state,
     base_in_atoms,
@@ -35,6 +36,7 @@ from offline_search.ledger import (
 )
 from offline_search.prompt import (
     crossover_prompt,
+    describe_field,
     describe_request,
     proposal_prompt,
     repair_prompt,
@@ -42,6 +44,7 @@ from offline_search.prompt import (
 from offline_search.released_space import choice_of_signals
 from offline_search.search_space import excluded_atoms, sample_proposal
 from offline_search.settings import Settings, Space
+from offline_search.strategies.sampling import _warm_start_states
 from offline_search.summary import summarize
 from offline_search.task import describe_task, dump_policy
 from tests.offline_search.synthetic import (
@@ -58,7 +61,9 @@ from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.ops.rowwise import min_max_normalise
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.reference import CORE_POLICIES
 from vllm_autoprune.tpdsl.refine import refine
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, default_call, run
 from vllm_autoprune.tpdsl.safety import synthetic_probes
@@ -527,6 +532,66 @@ def test_purposes_ask_for_what_their_space_accepts(space: Space) -> None:
 
 
 @pytest.mark.parametrize("space", SPACES[1:])
+def test_purposes_of_a_smaller_space_name_what_else_is_searched(space: Space) -> None:
+    purposes = describe_purposes(
+        settings_of(space=space, other_bases=("divprune",), core=True)
+    )
+    assert purposes["explore"].endswith(", or another core or base_policy")
+    assert purposes["combine"].endswith("; core, base_policy may come from any of them")
+
+
+@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize("core", [True, False])
+def test_the_starts_that_are_told_are_as_many_as_there_are(
+    space: Space, core: bool
+) -> None:
+    """Those that differ in numbers alone too, and those with a core with its share."""
+    settings = settings_of(space=space, core=core, budgets=(8,))
+    states = _warm_start_states(settings)
+    drafts = [Draft("warm start", state) for state in states]
+    told = describe_field(1, 1, drafts)
+    assert f" {len(states)} that every search starts with (" in told
+    assert ("a core of 0.5" in told) == core
+    (starts,) = re.findall(r"starts with \((.*)\)", told)
+    count = 0
+    for part in starts.split("; "):
+        names = re.findall(r"of one signal alone: (.*), with ", part)
+        signals = names[0].split(", ") if names else ["together"]
+        count += len(signals) * len(part.split(" at q_e ")[1].split(" and "))
+    assert count == len(states)
+
+
+def test_what_no_prompt_of_a_strategy_has_is_not_explained() -> None:
+    for strategy in ("autoprune", "autoprune+", "evoprompting", "openevolve"):
+        task = describe_task(settings_of(strategy=strategy))
+        assert ("The resolution is" in task) == strategy.startswith("autoprune")
+        assert "All scores of a prompt are on one scale" in task
+
+
+def test_core_policies_are_described_where_a_core_is_searched() -> None:
+    task = describe_task(settings_of(core=True))
+    for name in CORE_POLICIES:
+        assert f"    {name}: {BASE_POLICIES[name].doc}\n" in task
+    assert f"    divprune: {BASE_POLICIES['divprune'].doc}" not in describe_task(
+        settings_of()
+    )
+
+
+@pytest.mark.parametrize(("quota", "largest"), [(1, 1), (2, 2), (8, 3), ("1/8", 3)])
+def test_a_task_offers_exchanges_up_to_k(quota: int | str, largest: int) -> None:
+    settings = settings_of(space="numbers", budgets=(quota,))
+    assert f"q_e integer 0 to {largest}, " in describe_task(settings)
+
+
+def test_a_task_names_the_weights_of_signals_that_are_fixed() -> None:
+    task = describe_task(settings_of(space="numbers"))
+    for signal in load_state("autoprune").scoring.signals:
+        assert f"weight is fixed at {signal.weight} (" in task
+    for space in SPACES[2:]:
+        assert "weight is fixed" not in describe_task(settings_of(space=space))
+
+
+@pytest.mark.parametrize("space", SPACES[1:])
 def test_fixed_parts_of_a_smaller_space_are_described_as_they_are(space: Space) -> None:
     task = describe_task(settings_of(space=space))
     for words in (
@@ -599,7 +664,7 @@ def test_a_smaller_space_names_its_atoms_and_ranges_alone(space: Space) -> None:
     assert offered == (space != "without-fusion")
     assert "local_detail_energy" not in task and "overwritten" not in task
     assert 'measure is fixed at "negative_mean"' in task, "not by relevance"
-    assert "is refused" in task and "as in the example of each prompt" in task
+    assert "is refused" in task and "as in every policy that a prompt prints" in task
 
 
 def test_signals_that_are_said_to_be_equal_are() -> None:

@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -123,6 +124,37 @@ def test_dropped_ones_are_printed_as_all_others(history: History) -> None:
     title, later = summarize(history).split("Others of earlier rounds:\n")
     again = line_of("2.1", later)
     assert again.partition("; ")[2] == dropped.partition("; ")[2] and again not in title
+
+
+def test_a_duplicate_is_printed_as_what_it_duplicates(history: History) -> None:
+    """Not as a whole policy once more, whatever its parent is."""
+    state = minimal_state(SETTINGS, "local_detail_energy")
+    moved = state.model_copy(update={"reassembly": paper_state(SETTINGS).reassembly})
+    history.trials += [
+        trial("3.0", BASE + 0.5 + NOISE, state),
+        trial("3.1", None, state, "same", "2.3", reason="3.0", expect="same"),
+        trial("3.2", None, moved, "same", "2.3", reason="3.0", expect="same"),
+    ]
+    text = summarize(history)
+    ending = "of 3.0, whose tokens and rows it has; "
+    assert line_of("3.1", text).endswith(f"{ending}the policy of 3.0")
+    assert f"{ending}3.0 with reassembly" in line_of("3.2", text)
+
+
+@pytest.mark.parametrize("is_printed", [True, False])
+def test_a_rival_that_is_not_printed_is_not_named(
+    is_printed: bool, history: History
+) -> None:
+    name = "1.0" if is_printed else "9.9"
+    reason = f"outranked, at place 3 of 9, by {name} at place 2, the last to go on"
+    dropped = trial("3.0", BASE[:2] - 1.0, paper_state(SETTINGS), "dropped")
+    result = dropped.result.model_copy(update={"rival": name, "reason": reason})
+    history.trials.append(replace(dropped, result=result))
+    line = line_of("3.0", summarize(history))
+    said = "1.0" if is_printed else "another"
+    assert (
+        f"dropped: outranked, at place 3 of 9, by {said} at place 2, the last" in line
+    )
 
 
 def test_a_category_is_compared_with_base_where_four_questions_of_it_were_asked(
