@@ -79,8 +79,8 @@ def test_the_structure_of_the_paper_keeps_its_signals_that_are_offered() -> None
     signals = [call.atom for call in load_state("autoprune").scoring.signals]
     free = [call.atom for call in paper_state(settings_of(**FREE)).scoring.signals]
     assert free == signals[1:] and signals[0] == "instruction_guided_visual_relevance"
-    whole = paper_state(settings_of(base_policy="pivoted_qr"))
-    assert [call.atom for call in whole.scoring.signals] == signals
+    unrestricted = paper_state(settings_of(base_policy="pivoted_qr"))
+    assert [call.atom for call in unrestricted.scoring.signals] == signals
 
 
 def test_a_reading_part_that_acts_on_nothing_is_no_problem() -> None:
