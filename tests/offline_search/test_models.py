@@ -100,7 +100,8 @@ async def test_each_model_stands_beside_the_mean(search: Searches) -> None:
     assert "- small: digit:" in request or "- large: digit:" in request
     assert "; small +" in request or "; small -" in request
     assert (
-        "48 questions in its round, the same in every round, by each model in" in request
+        "48 questions in its round, the same in every round, by each model in"
+        in request
     )
     assert "means over a few images of each model of the number of tokens" in request
     assert re.search(r"; exchanges \d\.\d tokens on small, \d\.\d on large; ", request)
