@@ -33,8 +33,9 @@ SEARCH_RESULTS: Mapping[str, str] = {
     "minillava": "mini-LLaVA",
     "minillava-split": "mini-LLaVA",
     "miniqwen": "mini-Qwen3-VL",
+    "pivoted_qr-searched": "mini-LLaVA and mini-Qwen3-VL",
 }
-"""States that a search produced, and the model on which it measured them. Like the source, they are
+"""States that a search produced, and the models on which it measured them. Like the source, they are
 read from ``policies/``."""
 
 _BUDGETS: Mapping[str, Sequence[int]] = {

@@ -29,7 +29,7 @@ from vllm_autoprune.errors import SearchError
 from vllm_autoprune.statistics import Estimate
 from vllm_autoprune.tpdsl.loading import load_state
 
-JOINT = PROPOSED / "joint.jsonl"
+JOINT = PROPOSED / "joint-0.jsonl"
 
 JsonObject = dict[str, Any]
 
@@ -135,5 +135,5 @@ def test_the_chosen_winner_has_the_highest_lower_bound(tmp_path: Path) -> None:
         record["state"]["reassembly"]["strength"] = 0.2
 
     better = _rewrite(tmp_path, "better", "chosen", change)
-    assert [w.name for w in read_winners([JOINT, better])] == ["better", "joint"]
-    assert [w.name for w in read_winners([JOINT, JOINT])] == ["joint"]
+    assert [w.name for w in read_winners([JOINT, better])] == ["better", "joint-0"]
+    assert [w.name for w in read_winners([JOINT, JOINT])] == ["joint-0"]

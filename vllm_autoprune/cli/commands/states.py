@@ -57,6 +57,7 @@ RECOMMENDED = {
 _TO_MEASURE = (
     "pivoted_qr",
     "pivoted_qr-relevance",
+    "pivoted_qr-searched",
     "minillava",
     "minillava-split",
     "miniqwen",
