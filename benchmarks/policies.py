@@ -29,14 +29,17 @@ from vllm_autoprune.tpdsl.transfer import instruction_free, transfer
 POLICIES = Path(__file__).resolve().parents[1] / "policies"
 SOURCE = "autoprune"
 
+FOUND_ON_TWO = "pivoted_qr-searched"
+"""State that a search of two models found, with a language model."""
+
 SEARCH_RESULTS: Mapping[str, str] = {
     "minillava": "mini-LLaVA",
     "minillava-split": "mini-LLaVA",
     "miniqwen": "mini-Qwen3-VL",
-    "pivoted_qr-searched": "mini-LLaVA and mini-Qwen3-VL",
+    FOUND_ON_TWO: "mini-LLaVA and mini-Qwen3-VL",
 }
-"""States that a search produced, and the models on which it measured them. Like the source, they are
-read from ``policies/``."""
+"""States that a search produced, and the models on which it measured them. Like the source, they
+are read from ``policies/``."""
 
 _BUDGETS: Mapping[str, Sequence[int]] = {
     "llava-1.5-7b": (16, 32, 64, 128),
