@@ -48,7 +48,11 @@ discarded tokens that are assigned to it, its group, and puts the rows in an ord
 token that is kept begins with the row that the base policy makes of it, any other with the vision \
 tower's. Kept tokens stand {positions}."""
 
-_SIGNS = " No weight is negative; only instruction_guided_visual_relevance has a sign."
+_SIGNS = (
+    " No weight is negative.",
+    " No weight is negative; only instruction_guided_visual_relevance has a sign.",
+)
+"""What is said of signs, without and with the signal that has one."""
 
 _PLACES: Mapping[Positions, str] = {
     "true": "where they stood in the whole image, whatever the order of rows",
@@ -60,14 +64,20 @@ _PLACES: Mapping[Positions, str] = {
 _WHAT_READS_WHAT = """Parts that nothing reads change nothing:
 - Quality, and with it signals and fusion, is read by quality_pool_builder unless pool_ratio is \
 null and by spatial_coverage_pool_builder, also as sources; by kernels that scale by it; by the \
-order score; and by all selectors but reference_strict_preservation_selector, \
-runtime_reference_anchor_pool_dpp_selector, anchor_controlled_pool_dpp_selector and \
-constrained_pool_dpp_selector.
+order score; and by all selectors but {unread}.
 - The pool is read by all selectors but reference_strict_preservation_selector and \
 quality_topk_selector.
 - The kernel is read by reference_residual_exchange_selector where lam is set, by \
 anchor_controlled_pool_dpp_selector and by constrained_pool_dpp_selector. With others leave it out.
 - Where nothing is exchanged, only reassembly acts; the order score reads quality there too."""
+
+_WITHOUT_QUALITY = (
+    "reference_strict_preservation_selector",
+    "runtime_reference_anchor_pool_dpp_selector",
+    "anchor_controlled_pool_dpp_selector",
+    "constrained_pool_dpp_selector",
+)
+"""Selectors that do not read the quality of tokens."""
 
 _LIMITS = (
     "A q_e above K acts as K, clusters or m above the number of tokens as that number. They are "
@@ -127,7 +137,7 @@ def describe_task(settings: Settings) -> str:
     if settings.space == "all":
         language = _describe_language(settings)
         quota += "; quality_topk_selector has no q_e"
-        signs = _SIGNS
+        signs = _SIGNS[not settings.question_free]
     else:
         language = describe_space(settings)
         if "tile or image" in language:
@@ -161,7 +171,8 @@ def _describe_language(settings: Settings) -> str:
     """The atoms of the whole language with their parameters, and which of them act on what."""
     left_out = excluded_atoms(settings)
     quota = min(settings.source_budget, MAX_QUOTA)
-    notes = [_WHAT_READS_WHAT, _LIMITS]
+    *names, last = (name for name in _WITHOUT_QUALITY if name not in left_out)
+    notes = [_WHAT_READS_WHAT.format(unread=f"{', '.join(names)} and {last}"), _LIMITS]
     if settings.library != "paper":
         left_out |= {"r_min"}  # it follows from q_e
         notes += [_TILES, _EQUAL_SIGNALS]
@@ -176,8 +187,8 @@ def describe_reply(settings: Settings) -> str:
     purposes = "\n".join(
         f"  - {name}: {what}" for name, what in describe_purposes(settings).items()
     )
-    return f"""Answer with the object {{"{PROPOSALS}": [...]}}, a list of policies, each of which \
-begins with
+    return f"""Answer with the object {{"{PROPOSALS}": [...]}}, a list of policies. Each \
+of them has, before its other fields,
 
 - "purpose", one of
 {purposes}
