@@ -31,12 +31,15 @@ SOURCE = "autoprune"
 
 FOUND_ON_TWO = "pivoted_qr-searched"
 """State that a search of two models found, with a language model."""
+FREE = "pivoted_qr-searched-free"
+"""As that one, of candidates that do not read the question."""
 
 SEARCH_RESULTS: Mapping[str, str] = {
     "minillava": "mini-LLaVA",
     "minillava-split": "mini-LLaVA",
     "miniqwen": "mini-Qwen3-VL",
     FOUND_ON_TWO: "mini-LLaVA and mini-Qwen3-VL",
+    FREE: "mini-LLaVA and mini-Qwen3-VL",
 }
 """States that a search produced, and the models on which it measured them. Like the source, they
 are read from ``policies/``."""

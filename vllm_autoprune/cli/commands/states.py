@@ -58,6 +58,7 @@ _TO_MEASURE = (
     "pivoted_qr",
     "pivoted_qr-relevance",
     "pivoted_qr-searched",
+    "pivoted_qr-searched-free",
     "minillava",
     "minillava-split",
     "miniqwen",
