@@ -144,7 +144,9 @@ def test_the_lists_say_what_a_choice_depends_on(capsys: Captured) -> None:
         for text in (short, full)
     )
     # What to try comes first: recommended, then the best on both; what is left out comes last.
-    best = "cen_divprune pivoted_qr-relevance pivoted_qr minillava-split"
+    best = (
+        "cen_divprune pivoted_qr-searched pivoted_qr-relevance pivoted_qr-searched-free"
+    )
     assert (
         names[:4] == best.split()
         and more == list(records)
