@@ -51,7 +51,8 @@ _MAX_FIRST = 3
 _CANDIDATES = (
     "Candidates: score, on how many questions{dropped}; differences to {references}; by {parts} "
     "the mean of its answers less that of base on the same questions, where it was asked {minimum} "
-    "or more{exchanges}; policy, whole or as changes of another."
+    "or more, with their number where that is a part{exchanges}; policy, whole or as changes of "
+    "another."
 )
 _EXCHANGES = (
     "; means over a few images{of_models} of the number of tokens that it exchanges, and of the "
@@ -395,16 +396,22 @@ class _Summary:
         """Gains over the base policy by model, if there are several, then by category."""
         history = self.history
         means = history.by_category(trial)
-        of_categories = {
-            name: means[name].value - means[name].base
-            for name in self.categories
-            if name in means and means[name].questions >= MINIMUM_IMAGES
-        }
-        for gains in (history.gains_by_model(trial), of_categories):
+        counts = history.count_categories()
+        of_models = [
+            f"{name} {self._format_score(gain)}"
+            for name, gain in history.gains_by_model(trial).items()
+        ]
+        of_categories: list[str] = []
+        for name in self.categories:
+            if name in means and means[name].questions >= MINIMUM_IMAGES:
+                mean = means[name]
+                gain = self._format_score(mean.value - mean.base)
+                is_part = mean.questions < counts[name]
+                count = f" (of {mean.questions})" if is_part else ""
+                of_categories.append(f"{name} {gain}{count}")
+        for gains in (of_models, of_categories):
             if gains:
-                yield ", ".join(
-                    f"{name} {self._format_score(gain)}" for name, gain in gains.items()
-                )
+                yield ", ".join(gains)
 
     def _describe_policy(self, trial: Trial, printed: Mapping[str, Trial]) -> str:
         """The candidate as changes of a parent that is printed, or as a whole."""

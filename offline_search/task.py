@@ -81,7 +81,7 @@ _WITHOUT_QUALITY = (
 
 _LIMITS = (
     "A q_e above K acts as K, clusters or m above the number of tokens as that number. They are "
-    "the same in every image, whatever its N and K."
+    "the same in every image, whatever its N and K. A signal may stand twice."
 )
 
 _TILES = 'Where an atom says "tile or image", it compares tokens of a tile.'

@@ -165,7 +165,7 @@ def test_a_category_is_compared_with_base_where_four_questions_of_it_were_asked(
     few[[0, 4, 5, 6, 7]] = [0.0, -2.0, -2.0, -2.5, -2.5]
     history.trials.append(trial("3.0", few, paper_state(SETTINGS), "dropped"))
     line = line_of("3.0", summarize(history))
-    assert "; relation +0.75; " in line
+    assert "; relation +0.75 (of 4); " in line
     assert "text" not in line and "not asked" not in line
 
 
