@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,24 @@ def imitate_gpu() -> None:
     )
     sys.setswitchinterval(1e-4)  # a waiting program keeps the others from running
     interpreter.GridExecutor.__call__ = _run_together
+    # One adds names to the globals of a kernel's module, the other iterates over them.
+    lock = threading.RLock()
+    interpreter._patch_lang = _run_one_by_one(interpreter._patch_lang, lock)
+    function = interpreter.InterpretedFunction
+    function.rewrite = _run_one_by_one(function.rewrite, lock)
+
+
+def _run_one_by_one(
+    function: Callable[..., object], lock: threading.RLock
+) -> Callable[..., object]:
+    """``function``, which waits until no other thread is in one with the same lock."""
+
+    @wraps(function)
+    def run(*arguments: object) -> object:
+        with lock:
+            return function(*arguments)
+
+    return run
 
 
 def _run_together(self: Any, *arguments: object, **options: object) -> None:
