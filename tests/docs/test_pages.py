@@ -23,7 +23,7 @@ from vllm.config import ObservabilityConfig
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
-from benchmarks.policies import FOUND_ON_TWO, OURS, READING, SOURCE
+from benchmarks.policies import FOUND_ON_TWO, FREE, OURS, READING, SOURCE
 from benchmarks.search.results import _format_mean, read_confirmed, read_results
 from scripts.models_table import count_square, format_models, read_table
 from scripts.site_hooks import _adapt_page, _generate_files
@@ -267,6 +267,7 @@ def test_the_default_states_are_the_question_free_policies_that_are_right_most_o
                 *{*RECOMMENDED.values()},
                 "pivoted_qr",
                 READING,
+                FREE,
                 FOUND_ON_TWO,
             )
         ]
