@@ -40,7 +40,7 @@ from vllm_autoprune.tpdsl.tokens import Positions
 _STEPS = """A policy starts from the K tokens that the base policy picks, in an order: the \
 reference selection. It refines them in four steps:
 1. Scoring: signals are min-max normalised in each image, to 0 to 1; the fusion makes of them the \
-quality of each token.{signs}
+quality of each token, which is normalised again only where an atom says so.{signs}
 2. Pool: tokens that may enter, of those outside the reference selection.
 3. Selector: exchanges reference tokens for tokens of the pool{quota}.
 4. Reassembly: computes the row that the language model reads of each kept token, from the \
@@ -80,8 +80,9 @@ _WITHOUT_QUALITY = (
 """Selectors that do not read the quality of tokens."""
 
 _LIMITS = (
-    "A q_e above K acts as K, clusters or m above the number of tokens as that number. They are "
-    "the same in every image, whatever its N and K. A signal may stand twice."
+    "A q_e above K acts as K, which leaves no anchor; clusters or m above the number of tokens "
+    "act as that number. They are the same in every image, whatever its N and K. A signal may "
+    "stand twice."
 )
 
 _TILES = 'Where an atom says "tile or image", it compares tokens of a tile.'
@@ -295,7 +296,10 @@ def _describe_form(settings: Settings) -> str:
         '"reassembly": ...',
         *(text for is_searched, text in optional.values() if is_searched),
     ]
-    form = f"A policy is one JSON object: {{{', '.join(fields)}}}"
+    form = (
+        f"A policy is one JSON object: {{{', '.join(fields)}}}. It has signals, fusion, pool and "
+        "selector even where nothing reads them"
+    )
     if settings.library == "paper":
         form += (
             '\n"source", "budget" and "safety" may be added; '

@@ -137,7 +137,8 @@ class _StrictSelector(_BoundedSelector):
         0.1,
         ge=0.0,
         le=2.0,
-        description="smallest relative gain in quality of an exchange",
+        description="smallest relative gain: quality of at least (1 + margin) x that of the token "
+        "that leaves",
     )
     max_sim: float = Field(
         0.95, ge=0.5, le=1.0, description="largest cosine to any kept token"
@@ -416,7 +417,7 @@ def _exchange_in_sequence(inputs: SelectorInputs, admits: _Admits) -> Tensor:
 def _reference_strict_margin_exchange_selector(
     call: _StrictSelector, inputs: SelectorInputs
 ) -> Tensor:
-    """Exchange for a relative gain in quality, never for a token too similar to a kept one."""
+    """Exchange, the lowest quality first, for a relative gain, never for one like a kept token."""
 
     def admits(similarity: Tensor, g: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
         loss = g.gather(1, leaving)
