@@ -54,7 +54,7 @@ PURPOSES: Mapping[str, str] = {
 _PURPOSES_IN_SMALL_SPACES: Mapping[SignalChoice, Mapping[str, str]] = {
     "fixed": {
         "ablate": "a candidate with one number set where its part does least, such as q_e or "
-        "strength 0",
+        "the reassembly's strength 0",
         "explore": "numbers far from those that are listed",
         "combine": "numbers of two or more candidates",
     },

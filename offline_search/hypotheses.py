@@ -142,7 +142,7 @@ class Hypotheses:
         gap = history.compare_paired(measured, reference)
         text = gap.describe(self.decimals, self.resolution)
         if not gap.questions:
-            return _Outcome(text)
+            return _Outcome(f"{text}: untested")
         if gap.mean.value == gap.mean.error == 0 and hypothesis.expect != "same":
             return _Outcome(f"{text}: untested")
         found = gap.mean.judge(self.resolution)

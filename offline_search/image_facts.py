@@ -112,7 +112,7 @@ class ImageFacts:
             yield (
                 "The attention of [CLS], or the mean of all tokens' in its place, is known."
                 if self.has_cls
-                else "There is no [CLS] token."
+                else "No attention of [CLS] is known."
             )
         if self.sign is not None:
             yield f'The sign "auto" is "{"+" if self.sign > 0 else "-"}".'

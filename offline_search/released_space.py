@@ -288,7 +288,7 @@ def describe_space(settings: Settings) -> str:
     if "strength" in ranges:
         lines += [
             "",
-            f"Where q_e is 2 or more, strength is at most {_STRENGTH_OF_SEVERAL}.",
+            f"Where q_e is 2 or more, the reassembly's strength is at most {_STRENGTH_OF_SEVERAL}.",
         ]
     if optional:
         lines.append(render_language(optional).rstrip())

@@ -74,6 +74,8 @@ class EvaluationBudget:
         """Whether round ``number`` is the last one if it spends all that it may."""
         if not self.settings.has_fixed_evaluations:
             return number == self.settings.rounds
+        if number == self.settings.maximum_rounds:
+            return True
         remaining = self.answers - spent
         return remaining <= self.settings.per_round * self.per_candidate
 
@@ -88,12 +90,13 @@ class EvaluationBudget:
             round_text = (
                 f"Round {number}. The search may take {self.answers} answers, each of one "
                 f"candidate to one question{at}; {spent} are taken, those of base not counted, and "
-                f"a round takes about {usual}, of all its candidates together."
+                f"a full round takes about {usual}, of all its candidates together."
             )
-            ending = (
-                f"It is the last one, unless it takes fewer than the {self.answers - spent} that "
-                "remain."
-            )
+            if number < settings.maximum_rounds:
+                ending = (
+                    "It is the last one, unless it takes fewer than the "
+                    f"{self.answers - spent} that remain."
+                )
         if not self.is_last(number, spent):
             ending = "Another follows."
             if resolution:  # without a resolution, no plateau ends a search

@@ -49,10 +49,10 @@ _MAX_FIRST = 3
 """Number of best candidates, of different structures, that are printed before all others."""
 
 _CANDIDATES = (
-    "Candidates: score, on how many questions{dropped}; differences to {references}; by {parts} "
-    "the mean of its answers less that of base on the same questions, where it was asked {minimum} "
-    "or more, with their number where that is a part{exchanges}; policy, whole or as changes of "
-    "another."
+    "Candidates: score, on how many questions{dropped}; differences to {references}; "
+    "{of_each}by category the mean of its answers less that of base on the same questions, of "
+    "categories with {minimum} of them or more, and their number where that is a part{exchanges}; "
+    "policy, whole or as changes of another."
 )
 _EXCHANGES = (
     "; means over a few images{of_models} of the number of tokens that it exchanges, and of the "
@@ -336,7 +336,7 @@ class _Summary:
         return _CANDIDATES.format(
             references=text,
             dropped=", why it was dropped if it was" if dropped else "",
-            parts="model, then by category" if self._has_models else "category",
+            of_each="by model and " if self._has_models else "",
             minimum=MINIMUM_IMAGES,
             exchanges=_EXCHANGES.format(of_models=of_models) if probed else "",
         )

@@ -250,9 +250,10 @@ def _describe_goal(settings: Settings) -> str:
             "same tokens. "
         )
     if settings.models:
+        same = "N" if isinstance(budget, int) else "N, K"
         goal += (
             f"One policy has to suit {len(settings.models)} models: {', '.join(settings.models)}. "
-            "N, K and the categories are each model's own, and a question counts once for each "
+            f"{same} and the categories are each model's own, and a question counts once for each "
             "model that is asked. "
         )
     if settings.bases:

@@ -249,6 +249,8 @@ class _AutoPrunePlus(Strategy, name="autoprune+"):
                 if current.tied or origin == "tpe":
                     derived.append(_suggest(study, current.tied, settings)[0])
                     continue
+                if origin == "crossover" and len(best) < 2:
+                    origin = "mutation"
                 count, rate = (2, 0.0) if origin == "crossover" else (1, _MUTATION_RATE)
                 parents = self.draw_parents(best, count, rng, _BEST_STRUCTURES)
                 choices = [

@@ -96,6 +96,7 @@ async def test_each_model_stands_beside_the_mean(search: Searches) -> None:
     for name in NAMES:
         assert f" on {name}" in state.provenance.notes.partition("by model")[2]
     task, request = (m["content"] for m in search.proposer.requests[-1])
+    assert "N and the categories are each model's own" in task, "K is a number"
     assert "suit 2 models: small, large" in task and "-1 is about as the base" in task
     assert "- small: digit:" in request or "- large: digit:" in request
     assert "; small +" in request or "; small -" in request

@@ -571,7 +571,11 @@ def test_what_no_prompt_of_a_strategy_has_is_not_explained() -> None:
 def test_core_policies_are_described_where_a_core_is_searched() -> None:
     task = describe_task(settings_of(core=True))
     for name in CORE_POLICIES:
-        assert f"    {name}: {BASE_POLICIES[name].doc}\n" in task
+        assert f"    {name}: {BASE_POLICIES[name].doc}" in task
+        without = (
+            f"{BASE_POLICIES[name].doc} Here without what it says of the question."
+        )
+        assert (without in task) == BASE_POLICIES[name].reads_instruction
     assert f"    divprune: {BASE_POLICIES['divprune'].doc}" not in describe_task(
         settings_of()
     )

@@ -74,6 +74,13 @@ async def test_learning_strategies_beat_random_search(search: Searches) -> None:
     assert min(values["autoprune+"]) > means["random"]
 
 
+async def test_no_candidate_is_mixed_of_one_alone(search: Searches) -> None:
+    """With anchoring removed all warm starts are one state, the only one that is measured."""
+    await search_blindly(search, "autoprune+", rounds=2, space="without-anchoring")
+    drafts = [r for r in search.records(ProposalRecord) if r.origin == "crossover"]
+    assert all(len(record.parents) == 2 for record in drafts)
+
+
 async def test_autoprune_plus_races_candidates_of_every_origin(
     search: Searches,
 ) -> None:

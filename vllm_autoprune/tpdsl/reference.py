@@ -198,9 +198,7 @@ def render_language(
         ]
         lines += [f"- {_describe([p])}" for p in _list_parameters(Core)]
         if components:  # without, all policies are described above
-            lines += [
-                f"    {name}: {BASE_POLICIES[name].doc}" for name in CORE_POLICIES
-            ]
+            lines += [f"    {name}: {_describe_core(name)}" for name in CORE_POLICIES]
     if not components or "rank_at" in components:
         lines += [
             "",
@@ -212,6 +210,17 @@ def render_language(
         ]
         lines += [f"- {value}: {effect}" for value, effect in _RANK_PLACES.items()]
     return "\n".join(lines) + "\n"
+
+
+def _describe_core(name: str) -> str:
+    """What a base policy does where it chooses the core of an image."""
+    policy = BASE_POLICIES[name]
+    doc = policy.doc
+    if policy.reads_instruction:
+        doc += " Here without what it says of the question."
+    if policy.score is not None:
+        doc += " A tile is a frame."
+    return doc
 
 
 def _describe(parameters: Iterable[_Parameter]) -> str:

@@ -111,7 +111,8 @@ class _NearestCall(_BlendCall):
         if self.nearest:
             doc = (
                 "Assign each discarded token to the most similar kept one of its tile, weight them "
-                f"by place and likeness, move the kept row towards their mean;{order}"
+                "by place and likeness, move the kept row towards the mean of them and itself;"
+                f"{order}"
             )
         return super().describe(doc)
 

@@ -358,7 +358,7 @@ def _instruction_guided_visual_relevance(
 def _attention_proxy_saliency(
     call: _Attention, tokens: VisualTokens, picks: Tensor
 ) -> Tensor:
-    """Attention of [CLS] to each token; without [CLS], softmax of its part along the mean token."""
+    """Attention of [CLS] to each token; unknown: softmax of its part along the mean token."""
     if call.measure == "norm_and_place":
         central = torch.exp(-tokens.centre_distance)
         norm = min_max_normalise(tokens.norm[:, :, 0].float())
