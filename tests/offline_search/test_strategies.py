@@ -74,13 +74,6 @@ async def test_learning_strategies_beat_random_search(search: Searches) -> None:
     assert min(values["autoprune+"]) > means["random"]
 
 
-async def test_no_candidate_is_mixed_of_one_alone(search: Searches) -> None:
-    """With anchoring removed all warm starts are one state, the only one that is measured."""
-    await search_blindly(search, "autoprune+", rounds=2, space="without-anchoring")
-    drafts = [r for r in search.records(ProposalRecord) if r.origin == "crossover"]
-    assert all(len(record.parents) == 2 for record in drafts)
-
-
 async def test_autoprune_plus_races_candidates_of_every_origin(
     search: Searches,
 ) -> None:
@@ -104,7 +97,7 @@ async def test_autoprune_plus_races_candidates_of_every_origin(
     assert {trial.examples for trial in trials if trial.status == "dropped"} <= {3, 12}
 
 
-async def test_a_crossover_of_the_only_candidate_names_it_once() -> None:
+async def test_the_only_candidate_is_changed_and_not_mixed_with_itself() -> None:
     settings = settings_of(strategy="autoprune+", proposer="")
     values = np.full(2, -1.0)
     history = History(
@@ -117,8 +110,9 @@ async def test_a_crossover_of_the_only_candidate_names_it_once() -> None:
     drafts = await strategy.propose(
         Round(2, 12, history, "", random.Random(0), client, frozenset(), "", "open")
     )
-    parents = {draft.parents for draft in drafts if draft.origin == "crossover"}
+    parents = {draft.parents for draft in drafts if draft.origin == "mutation"}
     assert parents == {("1.0",)}
+    assert {draft.origin for draft in drafts} == {"warm start", "tpe", "mutation"}
 
 
 @pytest.mark.parametrize("strategy", ["autoprune+", "random", "tpe"])
