@@ -48,9 +48,9 @@ discarded tokens that are assigned to it, its group, and puts the rows in an ord
 token that is kept begins with the row that the base policy makes of it, any other with the vision \
 tower's. Kept tokens stand {positions}."""
 
-_SIGNS = (
-    " No weight is negative.",
-    " No weight is negative; only instruction_guided_visual_relevance has a sign.",
+_NO_SIGN = " No weight is negative."
+_ONE_SIGN = (
+    " No weight is negative; only instruction_guided_visual_relevance has a sign."
 )
 """What is said of signs, without and with the signal that has one."""
 
@@ -138,7 +138,7 @@ def describe_task(settings: Settings) -> str:
     if settings.space == "all":
         language = _describe_language(settings)
         quota += "; quality_topk_selector has no q_e"
-        signs = _SIGNS[not settings.question_free]
+        signs = _NO_SIGN if settings.question_free else _ONE_SIGN
     else:
         language = describe_space(settings)
         if "tile or image" in language:
