@@ -98,6 +98,13 @@ def test_a_reason_is_in_the_code_that_it_names(
     assert part in read_symbol(*where.split())
 
 
+def test_a_reason_that_no_code_shows_is_a_missing_adapter_of_a_few() -> None:
+    unshown = [
+        row.why for row in REFUSALS for texts in row.models.values() if not texts[1:]
+    ]
+    assert set(unshown) == {"no adapter is written"} and len(unshown) <= 8
+
+
 # ---- config.json ----
 
 TEXT = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 3}
