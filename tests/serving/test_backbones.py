@@ -7,6 +7,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import numpy
 import pytest
@@ -139,6 +140,26 @@ def test_selftest_checks_pass_on_both_model_runners(runner: Runner, name: str) -
     """Both keep the same rows and positions, and give the same answers."""
     v1 = Report.model_validate(Runner("v1").run(examine, name=name))
     assert runners_agree(v1, assert_checks_pass(name, runner)) == ""
+
+
+@in_engine
+def test_a_backbone_of_a_known_kind_takes_a_row_and_a_tiny_model() -> None:
+    """A class of another package passes the whole self-test, and the plugin is as it is."""
+    from vllm.model_executor.models import ModelRegistry
+
+    with patch.dict(BACKBONES), patch.dict(ModelRegistry.models):
+        from tests.serving import added_backbone as added
+
+        name = added.ARCHITECTURE
+        ModelRegistry.register_model(name, f"{added.__name__}:{name}")
+        with (
+            patch.dict(TINY_MODELS, {"added": added.TINY_MODEL}),
+            TemporaryDirectory() as folder,
+        ):
+            report = serve.serve(build("added", Path(folder)))
+    failures = {check: CHECKS[check](report) for check in CHECKS}
+    assert failures == dict.fromkeys(CHECKS, "")
+    assert report.kept and report.video and report.placed
 
 
 @pytest.mark.parametrize("backbone", ["qwen2_5_vl", "qwen3_vl"])
