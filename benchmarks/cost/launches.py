@@ -20,8 +20,18 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.cost.turns import Table
 from vllm_autoprune import Grid, Instruction, VisualTokens
-from vllm_autoprune.ops import dpp, dpp_triton, farthest, farthest_triton
+from vllm_autoprune.ops import (
+    dpp,
+    dpp_triton,
+    exchange,
+    exchange_triton,
+    farthest,
+    farthest_triton,
+)
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.refine import refine
 
 _WIDTH = 4096
 _CLIP_WIDTH = 768
@@ -65,6 +75,7 @@ _SIZES = (Size(576, 320, 5), Size(1024, 128), Size(4096, 512), Size(16384, 2048)
 """LLaVA-NeXT's tiles, and images of Qwen from one to sixteen megapixels."""
 
 _POLICIES = ("divprune", "cen_divprune", "cdpruner", "cen_cdpruner")
+_STATES = ("cen_divprune", "pivoted_qr-searched-free")
 
 
 @dataclass(frozen=True)
@@ -95,6 +106,11 @@ class _Gpu:
     def walk(self, tokens: int, count: int, width: int) -> float:
         """Farthest points: a row of distances, and four passes over N numbers, per pick."""
         return count * (self.reduction + (width + 16) * tokens / self.program)
+
+    def exchange(self, tokens: int, count: int) -> float:
+        """All of q exchanges: q rows that wait, written and read; seven passes over N numbers."""
+        waiting = 8 * count * tokens / self.program
+        return waiting + count * (2 * self.reduction + 28 * tokens / self.program)
 
     def greedy_map(self, tokens: int, count: int) -> float:
         """DPP: all earlier factors per pick, 2 K^2 N bytes in all."""
@@ -191,8 +207,13 @@ def _counted_kernels(count: _Count) -> Iterator[None]:
     def greedy_map(arguments: dict[str, Any]) -> float:
         return count.gpu.greedy_map(arguments["tokens"], arguments["count"])
 
+    def exchanges(arguments: dict[str, Any]) -> float:
+        return count.gpu.exchange(arguments["tokens"], arguments["count"])
+
     farthest_kernel = _Kernel(count, walk, farthest_triton._farthest.arg_names)
     map_kernel = _Kernel(count, greedy_map, dpp_triton._greedy_map.arg_names)
+    exchange_kernel = _Kernel(count, exchanges, exchange_triton._exchange.arg_names)
+    fastest_exchange = exchange_triton.exchange_triton
     with (
         patch.object(farthest, "fastest_walk", lambda *_: farthest_triton.walk_triton),
         patch.object(farthest_triton, "_farthest", farthest_kernel),
@@ -200,6 +221,8 @@ def _counted_kernels(count: _Count) -> Iterator[None]:
             dpp, "fastest_implementation", lambda *_: dpp_triton.greedy_map_triton
         ),
         patch.object(dpp_triton, "_greedy_map", map_kernel),
+        patch.object(exchange, "fastest_exchange", lambda *_: fastest_exchange),
+        patch.object(exchange_triton, "_exchange", exchange_kernel),
     ):
         yield
 
@@ -218,11 +241,26 @@ class SelectionCost:
         cls, policy: str, size: Size, *, batch: int = 1, kernels: bool = True
     ) -> SelectionCost:
         """Run a base policy on the meta device, with the Triton kernels or the loops in torch."""
-        counted = _Count(_Gpu())
         method = BASE_POLICIES[policy]
         tokens = size.tokens(batch)
+        return cls._count(
+            lambda: method.select(method.default_params, tokens, size.kept), kernels
+        )
+
+    @classmethod
+    def of_state(
+        cls, name: str, size: Size, *, batch: int = 1, kernels: bool = True
+    ) -> SelectionCost:
+        """The same of a shipped state, its kept rows made."""
+        policy = materialize(load_state(name), size.kept)
+        tokens = size.tokens(batch)
+        return cls._count(lambda: refine(policy, tokens), kernels)
+
+    @classmethod
+    def _count(cls, select: Callable[[], object], kernels: bool) -> SelectionCost:
+        counted = _Count(_Gpu())
         with _counted_kernels(counted) if kernels else nullcontext(), counted:
-            method.select(method.default_params, tokens, size.kept)
+            select()
         host = counted.launches * counted.gpu.launch
         seconds = max(host, sum(counted.parts.values()))
         return cls(counted.launches, seconds, counted.parts)
@@ -240,15 +278,19 @@ _MOST_SECONDS = {4096: 3e-3, 16384: 25e-3}
 def run(options: argparse.Namespace) -> int:
     """Count and print rows of ``docs/data``; returns 0."""
     table = Table()
-    for policy in _POLICIES:
+    for name in (*_POLICIES, *(f"state {name}" for name in _STATES)):
+        state = name.removeprefix("state ")
+        count = SelectionCost.of if name == state else SelectionCost.of_state
         for size in _SIZES:
-            cost = SelectionCost.of(policy, size, batch=options.batch)
-            loop = SelectionCost.of(policy, size, batch=options.batch, kernels=False)
-            setting = f"{policy}, {size}, batch {options.batch}"
-            few = _verdict(cost.launches, _MOST_LAUNCHES)
+            cost = count(state, size, batch=options.batch)
+            loop = count(state, size, batch=options.batch, kernels=False)
+            setting = f"{name}, {size}, batch {options.batch}"
+            few = soon = ""
+            if name in _POLICIES:
+                few = _verdict(cost.launches, _MOST_LAUNCHES)
+                soon = _verdict(cost.seconds, _MOST_SECONDS.get(size.per_tile))
             table.add("launches", setting, float(cost.launches), "", few)
             table.add("launches of the loop", setting, float(loop.launches), "")
-            soon = _verdict(cost.seconds, _MOST_SECONDS.get(size.per_tile))
             table.add("time, modelled", setting, 1e3 * cost.seconds, "ms", soon)
             for part, seconds in cost.parts.items():
                 table.add(f"of it {part}", setting, 1e3 * seconds, "ms")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_autoprune.ops.exchange_torch import Exchange
 from vllm_autoprune.ops.farthest import distances
 from vllm_autoprune.ops.farthest_torch import Chosen, Walk, Weighting
 from vllm_autoprune.ops.greedy import Conditioned
@@ -116,20 +117,22 @@ def _greedy_map_inputs() -> Iterator[tuple[str, GreedyMapInputs]]:
 GREEDY_MAP = dict(_greedy_map_inputs())
 
 
+def _move(part: Any, device: str) -> Any:
+    """The tensors of a call on a device."""
+    if isinstance(part, Tensor):
+        return part.to(device)
+    if isinstance(part, (Walk, Chosen, Weighting, Exchange)):
+        names = [field.name for field in fields(part)]
+        moved = {name: _move(getattr(part, name), device) for name in names}
+        return replace(part, **moved)
+    return part
+
+
 def walk_picks(
     walk: Walk, implementation: Callable[[Walk], Tensor], device: str = "cpu"
 ) -> list[list[int]]:
     """The picks of an implementation on a device."""
-
-    def moved(part: Any) -> Any:
-        if isinstance(part, Tensor):
-            return part.to(device)
-        if isinstance(part, (Walk, Chosen, Weighting)):
-            names = [field.name for field in fields(part)]
-            return replace(part, **{name: moved(getattr(part, name)) for name in names})
-        return part
-
-    picks: list[list[int]] = implementation(moved(walk)).tolist()
+    picks: list[list[int]] = implementation(_move(walk, device)).tolist()
     return picks
 
 
@@ -178,3 +181,61 @@ def _walks() -> Iterator[tuple[str, Walk]]:
 
 
 WALK = dict(_walks())
+
+
+def entering_tokens(
+    call: Exchange, implementation: Callable[[Exchange], Tensor], device: str = "cpu"
+) -> list[list[int]]:
+    """The tokens that enter by an implementation on a device."""
+    entering: list[list[int]] = implementation(_move(call, device)).tolist()
+    return entering
+
+
+def draw_exchange(seed: int, size: int, count: int, batch: int = 1) -> Exchange:
+    """Exchange of the ``count`` lowest of twice as many kept tokens, in ascending quality."""
+    cosine, quality = draw_kernel(seed, batch, size)
+    kept = quality[:, : 2 * count].argsort(dim=1)
+    leaving = kept[:, :count]
+    staying = torch.zeros_like(quality, dtype=torch.bool).scatter(
+        1, kept[:, count:], True
+    )
+    return Exchange(
+        cosine=cosine,
+        nearest=cosine.masked_fill(~staying[:, :, None], -torch.inf).amax(dim=1),
+        quality=quality,
+        pool=~staying.scatter(1, leaving, True),
+        leaving=leaving,
+        least=1.1 * quality.gather(1, leaving),
+        most_similar=0.5,
+    )
+
+
+def _exchanges() -> Iterator[tuple[str, Exchange]]:
+    strict = draw_exchange(21, 40, 9, batch=3)
+    yield "strict margin", strict
+    yield "never like a kept one", replace(strict, most_similar=0.2)
+    anything = torch.full_like(strict.least, -torch.inf)
+    marginal = replace(strict, least=anything, most_similar=torch.inf)
+    yield "marginal relevance", replace(marginal, relevance=0.7, diversity=0.3)
+    yield "diversity alone", replace(marginal, relevance=0.0, diversity=1.0)
+    yield "large margin", replace(strict, least=4 * strict.least)
+    yield "empty pool", replace(strict, pool=torch.zeros_like(strict.pool))
+    yield "equal qualities", replace(strict, quality=torch.ones_like(strict.quality))
+    tied = strict.quality.clone()
+    tied[:, 18:] = 2.0
+    yield "ties", replace(strict, quality=tied)
+    yield "negative scores", replace(marginal, quality=tied - 5)
+    alone = torch.full_like(strict.nearest, -torch.inf)
+    yield "all leave", replace(marginal, nearest=alone, diversity=0.5)
+    broken = strict.quality.clone()
+    broken[0, 25], broken[1, 30] = torch.nan, torch.inf
+    broken[2].scatter_(0, strict.leaving[2, 3:4], torch.nan)
+    yield "quality NaN", replace(marginal, quality=broken, diversity=0.5)
+    unknown = strict.cosine.clone()
+    unknown[1, 30], unknown[1, :, 30] = torch.nan, torch.nan
+    unknown[2, int(strict.leaving[2, 5])] = torch.nan
+    yield "cosine NaN", replace(marginal, cosine=unknown, diversity=0.5)
+    yield "one token", draw_exchange(22, 3, 1)
+
+
+EXCHANGE = dict(_exchanges())

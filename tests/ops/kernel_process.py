@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,16 +25,21 @@ from torch.overrides import TorchFunctionMode
 
 from tests.ops.interpreter import imitate_gpu
 from tests.ops.kernel_inputs import (
+    EXCHANGE,
     GREEDY_MAP,
     WALK,
     GreedyMapInputs,
+    draw_exchange,
     draw_kernel,
+    entering_tokens,
     walk_picks,
 )
 from vllm_autoprune.ops.compilation import compile_for
+from vllm_autoprune.ops.exchange_torch import Exchange, exchange_torch
 from vllm_autoprune.ops.farthest import distances
 from vllm_autoprune.ops.farthest_torch import Chosen, Walk, Weighting, walk_torch
 from vllm_autoprune.ops.greedy import Conditioned, greedy_map_torch
+from vllm_autoprune.ops.kernels import block_for, warps_for
 
 
 class _Recorder:
@@ -76,13 +82,14 @@ def _count_variants() -> dict[str, int]:
     Sizes are uniform in their logarithm; every other tensor begins at an address that is not a
     multiple of 16.
     """
-    from vllm_autoprune.ops import dpp_triton, farthest_triton
+    from vllm_autoprune.ops import dpp_triton, exchange_triton, farthest_triton
 
     dpp_triton._greedy_map = greedy_map = _Recorder(dpp_triton._greedy_map)
+    exchange_triton._exchange = exchange = _Recorder(exchange_triton._exchange)
     farthest_triton._farthest = farthest = _Recorder(farthest_triton._farthest)
     with _CudaOnHost():
         compile_for(4096, torch.device("cuda"))
-    compiled = greedy_map.variants | farthest.variants
+    compiled = greedy_map.variants | farthest.variants | exchange.variants
     source = torch.Generator().manual_seed(0)
     for number in range(500):
         tokens = int(4096 ** float(torch.rand(1, generator=source)))
@@ -111,13 +118,19 @@ def _count_variants() -> dict[str, int]:
         weighting = Weighting(quality, quality, quality, 0.0)
         walk = Walk(similarity, chosen, count, weighting, leading)
         farthest_triton.walk_triton(walk)
-    every = greedy_map.variants | farthest.variants
+        leaving = torch.zeros(1, min(count, 640), dtype=torch.int64)
+        least = torch.empty(1, min(count, 640))
+        pool = torch.empty_like(quality, dtype=torch.bool)
+        call = Exchange(similarity, quality, quality, pool, leaving, least)
+        exchange_triton.exchange_triton(replace(call, diversity=number % 3 / 2))
+    every = greedy_map.variants | farthest.variants | exchange.variants
     return {"compiled": len(compiled), "missing": len(every - compiled)}
 
 
 def _compare() -> dict[str, tuple[list[list[int]], ...]]:
     """Picks of each input: in torch, and by the kernel in several forms."""
     from vllm_autoprune.ops.dpp_triton import Launch, greedy_map_triton
+    from vllm_autoprune.ops.exchange_triton import exchange_triton
     from vllm_autoprune.ops.farthest_triton import walk_triton
 
     imitate_gpu()
@@ -138,17 +151,24 @@ def _compare() -> dict[str, tuple[list[list[int]], ...]]:
             walk_picks(walk, walk_triton),
             walk_picks(walk, partial(walk_triton, block=16)),
         )
+    for name, call in EXCHANGE.items():
+        compared[f"exchange: {name}"] = (
+            entering_tokens(call, exchange_torch),
+            entering_tokens(call, exchange_triton),
+            entering_tokens(call, partial(exchange_triton, block=16)),
+        )
     return compared
 
 
 def _compare_sizes(number: int) -> dict[str, int]:
     """How many of ``number`` random images each kernel picks differently from torch."""
     from vllm_autoprune.ops.dpp_triton import Launch, greedy_map_triton
+    from vllm_autoprune.ops.exchange_triton import exchange_triton
     from vllm_autoprune.ops.farthest_triton import walk_triton
 
     imitate_gpu()
     source = random.Random(0)
-    differ = {"images": number, "greedy MAP": 0, "farthest points": 0}
+    differ = {"images": number, "greedy MAP": 0, "farthest points": 0, "exchange": 0}
     for seed in range(number):
         tokens = source.randint(1, 48)
         # Less than half of the rank: beyond it, rounding decides between gains.
@@ -165,13 +185,17 @@ def _compare_sizes(number: int) -> dict[str, int]:
         block = source.choice((16, 128))
         by_kernel = walk_picks(walk, partial(walk_triton, block=block))
         differ["farthest points"] += by_kernel != walk_picks(walk, walk_torch)
+        call = draw_exchange(seed, tokens, count)
+        by_kernel = entering_tokens(call, partial(exchange_triton, block=block))
+        differ["exchange"] += by_kernel != entering_tokens(call, exchange_torch)
     return differ
 
 
 def _compile(gpu: int) -> dict[str, dict[str, int]]:
     """What the kernels of several sizes use on a GPU of a compute capability."""
     from vllm_autoprune.ops.dpp_triton import Launch, _greedy_map
-    from vllm_autoprune.ops.farthest_triton import _block, _farthest, _warps
+    from vllm_autoprune.ops.exchange_triton import _exchange
+    from vllm_autoprune.ops.farthest_triton import _farthest
 
     used = {}
     for tokens, count in ((64, 8), (576, 64), (2880, 64), (4096, 512), (32768, 4096)):
@@ -184,21 +208,26 @@ def _compile(gpu: int) -> dict[str, dict[str, int]]:
         used[f"greedy MAP, {tokens} → {count}"] = _resources(
             _greedy_map, constants, launch.warps, gpu
         )
+    walks = {"weighted": True, "led": True}
     for tokens in (64, 576, 4096, 32768):
-        block = _block(tokens)
-        constants = {"weighted": True, "led": True, "block": block}
+        block = block_for(tokens)
         used[f"farthest points, {tokens}"] = _resources(
-            _farthest, constants, _warps(block), gpu
+            _farthest, {**walks, "block": block}, warps_for(block), gpu
+        )
+        used[f"exchange, {tokens}"] = _resources(
+            _exchange, {"block": block}, warps_for(block), gpu
         )
     return used
 
 
 _TYPES = (
-    {"eligible": "*i1", "anchors": "*i64", "leading": "*i64", "picks": "*i64"}
-    | {"arrivals": "*i32", "taken": "*i1"}
+    dict.fromkeys(("eligible", "taken", "pool"), "*i1")
+    | dict.fromkeys(("anchors", "leading", "picks", "leaving", "entering"), "*i64")
+    | {"arrivals": "*i32"}
     | dict.fromkeys(("tokens", "programs", "count", "forced", "fixed"), "i32")
     | dict.fromkeys(("residual_image_stride", "residual_stride", "limited"), "i32")
     | dict.fromkeys(("exhausted", "divisor", "huge", "unit", "tie", "floor"), "fp32")
+    | dict.fromkeys(("most_similar", "relevance", "diversity"), "fp32")
 )
 """Types of the arguments that are not pointers to float32."""
 

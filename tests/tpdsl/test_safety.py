@@ -179,7 +179,7 @@ def test_every_atom_that_runs_has_a_cost_and_shipped_states_are_well_below_the_b
         and min(*costs, *(policy.cost for policy in BASE_POLICIES.values())) > 0
     )
     for name in shipped_states():
-        assert 0 < 1.9 * state_cost(load_state(name)) < DEFAULT_COST, name
+        assert 0 < 2 * state_cost(load_state(name)) < DEFAULT_COST, name
 
 
 PRIORS = [
@@ -192,6 +192,11 @@ SOURCES = {
 }
 
 
+CENTRED = {"atom": "centred_cosine_kernel"}
+STRICT = {"atom": "reference_strict_margin_exchange_selector"}
+ANCHORED = {"atom": "anchor_controlled_pool_dpp_selector"}
+
+
 @pytest.mark.parametrize(
     ("changes", "milliseconds"),
     [
@@ -202,6 +207,10 @@ SOURCES = {
             "atom": "reassemble/nearest.mean.residual.score"}}, 8.5 + 6.4 + 18.5 + 1.0),
         ({"/source": {"priors": PRIORS}}, 43.0 + 0.1 + 41.3 + 0.1 + 8.5),
         ({"/constraints/pool/1": SOURCES}, 43.0 + 0.1 + 2 * 2.7 - 2.7),
+        # The kernel of the state, only for a selector that reads it.
+        ({"/scoring/kernel": CENTRED, "/constraints/selector": STRICT}, 43.0 - 5.8 + 9.6),
+        ({"/scoring/kernel": CENTRED, "/constraints/selector": ANCHORED},
+         43.0 - 5.8 + 7.6 + 25.1),
         ({"/reassembly/strength": 0.5}, 43.0 + 11.8),
         ({"/core": {"share": 0.5}}, 43.0 + 28.8),
         ({"/core": {"share": 1.0, "cover": 0.5}}, 28.8 + 8.7 + 18.5),

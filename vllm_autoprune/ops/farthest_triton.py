@@ -18,14 +18,8 @@ from torch import Tensor
 
 from vllm_autoprune.ops.farthest_torch import Chosen, Walk, Weighting, walk_torch
 from vllm_autoprune.ops.greedy import HUGE
-from vllm_autoprune.ops.kernels import agrees
+from vllm_autoprune.ops.kernels import agrees, block_for, warps_for
 from vllm_autoprune.ops.rowwise import TIE
-
-_SMALLEST_BLOCK = 128
-"""Tokens of the smallest block: one per thread of four warps, the least that a program has."""
-
-_LARGEST_BLOCK = 4096
-"""Tokens of the largest block: eight per thread of sixteen warps."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
@@ -240,14 +234,14 @@ def _farthest(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, numb
 def walk_triton(walk: Walk, *, block: int | None = None) -> Tensor:
     """Triton implementation of :func:`vllm_autoprune.ops.farthest_torch.walk_torch`.
 
-    ``block`` is by default that of N: a power of two of at least 128.
+    ``block`` is by default that of N.
     """
     distance = walk.distance
     batch, tokens = walk.chosen.nearest.shape
     picks = torch.empty(batch, walk.count, dtype=torch.int64, device=distance.device)
     if batch == 0 or walk.count == 0:
         return picks
-    block = block or _block(tokens)
+    block = block or block_for(tokens)
     near = torch.empty(batch, tokens, dtype=torch.float32, device=distance.device)
     weighting = walk.weighting or Weighting(near, near, near, 0.0)  # not read if None
     _farthest[(batch,)](
@@ -268,20 +262,9 @@ def walk_triton(walk: Walk, *, block: int | None = None) -> Tensor:
         weighted=walk.weighting is not None,
         led=walk.leading is not None,
         block=block,
-        num_warps=_warps(block),
+        num_warps=warps_for(block),
     )
     return picks
-
-
-def _warps(block: int) -> int:
-    """Warps of a program of this block size."""
-    return min(16, max(4, block // 128))
-
-
-def _block(tokens: int) -> int:
-    """Block size for N tokens."""
-    power = int(triton.next_power_of_2(tokens))
-    return min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, power))
 
 
 def works(tokens: int = 1) -> bool:
@@ -289,7 +272,7 @@ def works(tokens: int = 1) -> bool:
 
     Each block size is tested once, and its failure is logged once.
     """
-    return _block_works(_block(tokens))
+    return _block_works(block_for(tokens))
 
 
 @functools.cache

@@ -56,11 +56,12 @@ def check_kernel(device: torch.device) -> str:
     if device.type != "cuda":
         return "runs on a GPU only"
     try:
-        from vllm_autoprune.ops import dpp_triton, farthest_triton
+        from vllm_autoprune.ops import dpp_triton, exchange_triton, farthest_triton
     except ImportError as error:
         return f"cannot be imported: {error}"
-    all_work = dpp_triton.works() and farthest_triton.works()
-    return "" if all_work else "does not work: the log says why"
+    kernels = (dpp_triton, farthest_triton, exchange_triton)
+    works = [kernel.works() for kernel in kernels]
+    return "" if all(works) else "does not work: the log says why"
 
 
 def check_selections(device: torch.device) -> Iterator[_SelectionResult]:

@@ -72,7 +72,9 @@ def _scoring_calls(state: PruningState) -> list[AtomCall]:
     calls += [prior for prior in state.source.priors if not prior.idle]
     if exchanges:
         calls += state.constraints.pool
-        calls += [state.constraints.selector, scoring.kernel]
+        calls.append(state.constraints.selector)
+        if state.constraints.selector.reads_kernel:
+            calls.append(scoring.kernel)
     return calls
 
 

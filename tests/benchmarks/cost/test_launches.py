@@ -20,6 +20,15 @@ def test_a_selection_launches_as_often_for_every_budget(
         assert few.launches == many.launches <= maximum
 
 
+@pytest.mark.parametrize(
+    ("state", "maximum"), [("cen_divprune", 80), ("pivoted_qr-searched-free", 250)]
+)
+def test_a_state_launches_as_often_for_every_budget(state: str, maximum: int) -> None:
+    few = SelectionCost.of_state(state, Size(576, 16))
+    many = SelectionCost.of_state(state, Size(576, 288))
+    assert few.launches == many.launches <= maximum
+
+
 def test_the_loop_in_torch_launches_kernels_for_every_kept_token() -> None:
     few = SelectionCost.of("cen_divprune", Size(576, 16), kernels=False)
     many = SelectionCost.of("cen_divprune", Size(576, 288), kernels=False)

@@ -16,6 +16,8 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_autoprune.ops.dpp import greedy_map
+from vllm_autoprune.ops.exchange import exchange_tokens
+from vllm_autoprune.ops.exchange_torch import Exchange
 from vllm_autoprune.ops.greedy import Cap, Conditioned, capped_greedy_map
 from vllm_autoprune.ops.rowwise import (
     argmax_within,
@@ -369,48 +371,40 @@ def _quality_topk_selector(call: SelectorCall, inputs: SelectorInputs) -> Tensor
     return mask_from_indices(best, inputs.g.shape[1])
 
 
-_Admits = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(similarity, g, leaving) -> score ``(B, N)`` of each token as a candidate, and the threshold
-``(B, 1)`` that the score has to exceed. similarity ``(B, N)`` is the largest cosine to a kept
-token."""
-
-
-def _exchange_in_sequence(inputs: SelectorInputs, admits: _Admits) -> Tensor:
-    """Make exchanges one after another, comparing candidates with the tokens kept by then.
-
-    Exchange i removes reference token i of ``outgoing`` or ends the loop. So the reference tokens
-    that remain at step i are known before the loop, and only the tokens that have entered are not.
-    """
+def _exchange_in_sequence(
+    inputs: SelectorInputs,
+    *,
+    least: Tensor | None = None,
+    most_similar: float = torch.inf,
+    relevance: float = 1.0,
+    diversity: float = 0.0,
+) -> Tensor:
+    """Mask ``(B, N)`` after the exchanges of an :class:`Exchange`, of the lowest quality first."""
     cosine = inputs.tokens.cosine
-    selection = inputs.reference
-    pool = inputs.pool
-    outgoing = inputs.outgoing
-    count = inputs.g.shape[1]
-    # Largest cosine (B, N) to a token that is sure to be kept: one that stays or has entered.
-    to_kept = cosine.masked_fill(~inputs.staying[:, :, None], -torch.inf).amax(dim=1)
-    leaving_rows = cosine.gather(1, outgoing[:, :, None].expand(-1, -1, count))
-    active = torch.ones_like(selection[:, :1])
-    for step in range(outgoing.shape[1]):
-        leaving = outgoing[:, step : step + 1]
-        waiting = leaving_rows[:, step + 1 :]
-        similarity = torch.cat([waiting, to_kept[:, None]], dim=1).amax(dim=1)
-        score, threshold = admits(similarity, inputs.g, leaving)
-        candidates = pool & ~score.isnan()
-        score = score.masked_fill(~candidates, -torch.inf)
-        pick, _ = argmax_within(score, relative=True)
-        entering = pick[:, None]
-        is_above = score.gather(1, entering) > threshold
-        active = active & is_above & candidates.gather(1, entering)
-        selection = selection.scatter(
-            1, leaving, selection.gather(1, leaving) & ~active
+    leaving = inputs.outgoing
+    count = cosine.shape[1]
+    staying = inputs.staying[:, :, None]
+    if least is None:
+        least = torch.full_like(leaving, -torch.inf, dtype=inputs.g.dtype)
+    entering = exchange_tokens(
+        Exchange(
+            cosine=cosine,
+            nearest=cosine.masked_fill(~staying, -torch.inf).amax(dim=1),
+            quality=inputs.g,
+            pool=inputs.pool,
+            leaving=leaving,
+            least=least,
+            most_similar=most_similar,
+            relevance=relevance,
+            diversity=diversity,
         )
-        selection = selection.scatter(
-            1, entering, selection.gather(1, entering) | active
-        )
-        pool = pool.scatter(1, entering, pool.gather(1, entering) & ~active)
-        row = cosine.gather(1, entering[:, :, None].expand(-1, -1, count))[:, 0]
-        to_kept = torch.where(active, torch.maximum(to_kept, row), to_kept)
-    return selection
+    )
+    is_made = entering >= 0
+    kept = inputs.reference.gather(1, leaving) & ~is_made
+    left = inputs.reference.scatter(1, leaving, kept)
+    # An exchange that is not made marks a column behind the tokens.
+    marked = mask_from_indices(entering.where(is_made, count), count + 1)
+    return left | marked[:, :count]
 
 
 @atom("selection_constraints", _StrictSelector, cost=9.6)
@@ -418,13 +412,10 @@ def _reference_strict_margin_exchange_selector(
     call: _StrictSelector, inputs: SelectorInputs
 ) -> Tensor:
     """Exchange, the lowest quality first, for a relative gain, never for one like a kept token."""
-
-    def admits(similarity: Tensor, g: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
-        loss = g.gather(1, leaving)
-        accepted = (similarity <= call.max_sim) & (g >= (1 + call.margin) * loss)
-        return g.masked_fill(~accepted, -torch.inf), loss
-
-    return _exchange_in_sequence(inputs, admits)
+    loss = inputs.g.gather(1, inputs.outgoing)
+    return _exchange_in_sequence(
+        inputs, least=(1 + call.margin) * loss, most_similar=call.max_sim
+    )
 
 
 @atom("selection_constraints", _MarginalSelector, origin="listed", cost=9.6)
@@ -432,13 +423,7 @@ def _maximal_marginal_relevance_pool_selector(
     call: _MarginalSelector, inputs: SelectorInputs
 ) -> Tensor:
     """Exchange for tokens of higher maximal marginal relevance than the replaced ones."""
-
-    def admits(similarity: Tensor, g: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
-        # If no other token is kept, similarity is minus infinity.
-        score = call.lam * g - (1 - call.lam) * similarity.clamp_min(-1)
-        return score, score.gather(1, leaving)
-
-    return _exchange_in_sequence(inputs, admits)
+    return _exchange_in_sequence(inputs, relevance=call.lam, diversity=1 - call.lam)
 
 
 @atom("selection_constraints", _AnchoredSelector, cost=7.6)
