@@ -401,10 +401,10 @@ def _exchange_in_sequence(
     )
     is_made = entering >= 0
     kept = inputs.reference.gather(1, leaving) & ~is_made
-    left = inputs.reference.scatter(1, leaving, kept)
+    remaining = inputs.reference.scatter(1, leaving, kept)
     # An exchange that is not made marks a column behind the tokens.
     marked = mask_from_indices(entering.where(is_made, count), count + 1)
-    return left | marked[:, :count]
+    return remaining | marked[:, :count]
 
 
 @atom("selection_constraints", _StrictSelector, cost=9.6)
