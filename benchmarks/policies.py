@@ -20,7 +20,6 @@ from benchmarks.yardsticks.examples import CHECKPOINTS, weights_digest
 from benchmarks.yardsticks.questions import Model
 from vllm_autoprune import PruningState, load_state, materialize
 from vllm_autoprune.backbones import BACKBONE_SHAPES
-from vllm_autoprune.cli.commands.states import RECOMMENDED
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.report import Table
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
@@ -157,12 +156,14 @@ def _build_base_policies(source: PruningState) -> Iterator[PruningState]:
         yield _derive_state(source, name, notes, changes, author)
 
 
-def _build_for_videos(source: PruningState) -> Iterator[PruningState]:
-    """The default states of images, which also prune videos: as many tokens of each frame."""
-    for name in dict.fromkeys(RECOMMENDED.values()):
-        notes = f"{name} for images, and for videos, of which each frame keeps as many tokens."
-        changes = {**_select_alone(name), "frames": {}}
-        yield _derive_state(source, f"{name}-video", notes, changes, _PUBLISHED_BY)
+def _build_for_videos(source: PruningState) -> PruningState:
+    """A state of images that also prunes videos: as many tokens of each frame."""
+    name = "cen_divprune"
+    notes = (
+        f"{name} for images, and for videos, of which each frame keeps as many tokens."
+    )
+    changes = {**_select_alone(name), "frames": {}}
+    return _derive_state(source, f"{name}-video", notes, changes, _PUBLISHED_BY)
 
 
 def _sweep_quotas(source: PruningState) -> Iterator[PruningState]:
@@ -224,7 +225,7 @@ def _build_states(folder: Path = POLICIES) -> list[PruningState]:
         *results,
         *_transfer_source(source),
         *_build_base_policies(source),
-        *_build_for_videos(source),
+        _build_for_videos(source),
         *_sweep_quotas(source),
         _build_instruction_free(source),
         _build_shared_core(source),

@@ -49,7 +49,7 @@ from vllm_autoprune.picture import (
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.serving.worker.features import ImageFeatures
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
-from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.loading import DEFAULT_STATE, load_state
 from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.prefix import RecordedPrefix
 from vllm_autoprune.tpdsl.tokens import MergerInput, VisualTokens
@@ -337,13 +337,13 @@ def test_what_cannot_be_explained_is_refused(tmp_path: Path, capsys: Captured) -
 @pytest.mark.parametrize(
     ("checkpoint", "flags", "line"),
     [
-        (LLAVA, [], "state: cen_divprune at K = 1/8, the default for llava"),
+        (LLAVA, [], f"state: {DEFAULT_STATE} at K = 1/8, the default for llava"),
         (
             CHECKPOINTS["miniqwen"],
             [],
-            "state: cen_divprune at K = 1/2, the default for qwen3_vl",
+            f"state: {DEFAULT_STATE} at K = 1/2, the default for qwen3_vl",
         ),
-        (LLAVA, ["--budget", "5"], "state: cen_divprune at K = 5, the default"),
+        (LLAVA, ["--budget", "5"], f"state: {DEFAULT_STATE} at K = 5, the default"),
         (LLAVA, ["--state", "norm"], ""),
     ],
 )
@@ -367,7 +367,7 @@ def test_without_a_state_the_default_of_the_model_is_drawn_and_named(
     call = ["explain", str(tmp_path / "scene.png"), "?", "--checkpoint"]
     assert main([*call, str(checkpoint), *flags, "--json"]) == 0
     name = json.loads(capsys.readouterr().out)["state"]
-    assert name == ("cen_divprune" if line else "norm")
+    assert name == (DEFAULT_STATE if line else "norm")
     assert main([*call, str(checkpoint), *flags]) == 0
     assert capsys.readouterr().out.startswith(line)
     assert policies[0].state.name == name

@@ -29,6 +29,7 @@ from benchmarks.cost.turns import as_fields
 from benchmarks.server import Server, default_flags, serve
 from vllm_autoprune.record_file import FrozenModel, RecordFile
 from vllm_autoprune.report import Table
+from vllm_autoprune.tpdsl.loading import DEFAULT_STATE
 
 ARMS: Mapping[str, Mapping[str, object]] = {
     "stock": {"enabled": False},
@@ -175,7 +176,7 @@ def format_points(points: Sequence[Point]) -> str:
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     **{name: _EFFICIENCY[name] for name in ("--model", "--layers", "--budget")},
-    "--state": {"default": "cen_divprune", "help": "state of the server"},
+    "--state": {"default": DEFAULT_STATE, "help": "state of the server"},
     "--arms": {
         "default": ",".join(ARMS),
         "help": "arms, in turn at each number of users",

@@ -16,6 +16,7 @@ from vllm_autoprune.connection import Connection, server_address
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.flags import refuse_value
 from vllm_autoprune.record_file import FrozenModel
+from vllm_autoprune.tpdsl.loading import DEFAULT_STATE
 
 CACHES = {
     "unique": "every image is new, so that no cache helps",
@@ -243,7 +244,7 @@ class PairedOptions(RequestOptions, SendingOptions):
     model: str = _option(
         str(LLAVA), f"checkpoint, or {SHAPE}:LAYERS: LLaVA-1.5-7B without weights"
     )
-    state: str = _option("cen_divprune", "pruning state, a file or a name")
+    state: str = _option(DEFAULT_STATE, "pruning state, a file or a name")
     budget: Budget | None = _option(
         None, "K, or a share of N; default: the state's own"
     )

@@ -145,7 +145,7 @@ def test_the_lists_say_what_a_choice_depends_on(capsys: Captured) -> None:
     )
     # What to try comes first: recommended, then the best on both; what is left out comes last.
     best = (
-        "cen_divprune pivoted_qr-searched pivoted_qr-relevance pivoted_qr-searched-free"
+        "pivoted_qr-searched-free pivoted_qr-searched pivoted_qr-relevance pivoted_qr"
     )
     assert (
         names[:4] == best.split()
@@ -159,7 +159,8 @@ def test_the_lists_say_what_a_choice_depends_on(capsys: Captured) -> None:
     for row in (
         r"minillava-split +if you measure +16 +50% of K +89.1 +61.2",
         r"miniqwen +if you measure +1/8:4-640 +yes +69.0 +71.1",
-        r"cen_divprune +on LLaVA, Qwen, others +32 +no +88.0 +57.9",
+        r"pivoted_qr-searched-free +by default +1/8 +no +90.9 +66.1",
+        r"cen_divprune +if you measure +32 +no +88.0 +57.9",
         r"divprune +- +32 +no +85.3 +50.1",
         r"visionzip +- +32 +no +59.1 +-",
     ):

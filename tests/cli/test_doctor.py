@@ -18,6 +18,7 @@ from benchmarks.yardsticks.examples import CHECKPOINTS, CLIP
 from tests.cli.commands import Captured, run, run_json
 from vllm_autoprune.cli.commands import SUMMARIES, doctor
 from vllm_autoprune.cli.main import main
+from vllm_autoprune.tpdsl.loading import DEFAULT_STATE
 
 ROOT = Path(__file__).resolve().parents[2]
 PHOTO = ROOT / "docs/images/kept-tokens.png"
@@ -142,7 +143,7 @@ def test_this_installation_can_serve(capsys: Captured) -> None:
     report = run_json(capsys, "doctor", str(MINIQWEN), "--text-tower", str(CLIP))
     assert report["can_serve"]
     details = {finding["what"]: finding["detail"] for finding in report["findings"]}
-    assert "cen_divprune --autoprune-budget 1/2" in details["state"]
+    assert f"{DEFAULT_STATE} --autoprune-budget 1/2" in details["state"]
     assert details["tokens"].startswith("N = ")
     statuses = find_statuses(report)
     for what in (

@@ -28,6 +28,7 @@ from vllm_autoprune.evaluation.pictures import encode
 from vllm_autoprune.evaluation.report import PRUNING_ARMS, Report
 from vllm_autoprune.evaluation.served_page import ALLOW, SHOW_PAGE, ServedPage
 from vllm_autoprune.http_client import FAILURES, RequestRefused, ServerClient
+from vllm_autoprune.tpdsl.loading import DEFAULT_STATE
 
 _SERVE_VIDEOS = "serve a model of whose videos tokens are chosen (docs/support.md)"
 
@@ -186,7 +187,7 @@ def _require_a_state(
     if problem.kind in _CHOICES:
         raise _no_choice("refuses every state", error, is_about_videos)
     reason = error.reason
-    fix = "name states that its model serves, such as --state cen_divprune"
+    fix = f"name states that its model serves, such as --state {DEFAULT_STATE}"
     if is_about_videos:
         # An older plugin names no kind of refusal, and its model may serve videos unpruned.
         fix = f"name one that prunes videos, such as --state vcast, or {_SERVE_VIDEOS}"

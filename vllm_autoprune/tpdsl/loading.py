@@ -29,6 +29,9 @@ from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall
 from vllm_autoprune.tpdsl.state import SCHEMA, Constraints, PruningState, Scoring
 
+DEFAULT_STATE = "pivoted_qr-searched-free"
+"""Shipped state to begin with on every backbone, by docs/choosing.md, "Default states"."""
+
 MAX_BYTES = 1 << 20
 """Largest text, in bytes, that is read; a state has a few kilobytes."""
 

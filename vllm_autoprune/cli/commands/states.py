@@ -32,7 +32,7 @@ from vllm_autoprune.cli.output import (
 from vllm_autoprune.errors import BudgetError, Problem, StateError
 from vllm_autoprune.tpdsl.atoms.safety import SafetyRecord
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
-from vllm_autoprune.tpdsl.loading import load_state, shipped_states
+from vllm_autoprune.tpdsl.loading import DEFAULT_STATE, load_state, shipped_states
 from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.reference import render_language
 from vllm_autoprune.tpdsl.registry import ATOMS, ROLES, Origin
@@ -47,18 +47,12 @@ from vllm_autoprune.tpdsl.transfer import (
 
 _STATE = argument("state", help="file, or name of a shipped state")
 
-RECOMMENDED = {
-    "LLaVA": "cen_divprune",
-    "Qwen": "cen_divprune",
-    "others": "cen_divprune",
-}
-"""Backbone family -> state to begin with, by the rule of docs/choosing.md, "Default states"."""
-
+_BY_DEFAULT = "by default"
 _TO_MEASURE = (
+    "cen_divprune",
     "pivoted_qr",
     "pivoted_qr-relevance",
     "pivoted_qr-searched",
-    "pivoted_qr-searched-free",
     "minillava",
     "minillava-split",
     "miniqwen",
@@ -108,7 +102,7 @@ def _list_states(options: Namespace) -> int:
             f"Left out: {kinds}. All {len(entries)}: vllm-autoprune list --all"
         )
     texts.append(
-        "First what is recommended for a backbone (docs/choosing.md) and what is worth measuring; "
+        "First what is recommended (docs/choosing.md) and what is worth measuring; "
         "of each, and of the others, the best on the small models, whose columns are per cent "
         f"right at K = {_COMPARED}. K is each state's own; --autoprune-budget serves another one. "
         "More: vllm-autoprune show NAME"
@@ -149,7 +143,7 @@ def _describe_entry(name: str) -> _Entry:
     recommended = _recommend(state)
     kind = next((kind for start, kind in _FOLDED.items() if name.startswith(start)), "")
     order = (
-        not recommended.startswith("on "),
+        recommended != _BY_DEFAULT,
         not recommended,
         kind,
         -sum(accuracy.values()),
@@ -162,16 +156,15 @@ def _describe_entry(name: str) -> _Entry:
 
 
 def _recommend(state: PruningState) -> str:
-    """Where a state is recommended: on families whose default it is, or if the user measures.
+    """When a state is recommended: by default, or if the user measures.
 
     Returns an empty text for other states, among them those of users, whatever their names.
     """
     is_shipped = state.name in shipped_states()
     if not is_shipped or load_state(state.name).digest != state.digest:
         return ""
-    families = [family for family, name in RECOMMENDED.items() if name == state.name]
-    if families:
-        return f"on {', '.join(families)}"
+    if state.name == DEFAULT_STATE:
+        return _BY_DEFAULT
     return "if you measure" if state.name in _TO_MEASURE else ""
 
 

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.serving.plan import LANGUAGE_IDS
 from vllm_autoprune.text_tower import TOWER_FLAG, TextTower
+from vllm_autoprune.tpdsl.loading import DEFAULT_STATE
 from vllm_autoprune.tpdsl.tokens import Need
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_FIX = "serve another state, such as cen_divprune, or another checkpoint"
+_FIX = f"serve another state, such as {DEFAULT_STATE}, or another checkpoint"
 
 _INPUTS: dict[Need, str] = {
     "tower": "the vision tower's output for each token",
@@ -113,7 +114,7 @@ class Backbone:
     """Whether vLLM serves it with an image processor that is Python code of the checkpoint."""
     host_norm: bool = False
     """Whether its tower in vLLM 0.32 normalizes no pixels, although vLLM leaves it to the tower."""
-    state: str = "cen_divprune"
+    state: str = DEFAULT_STATE
     """Recommended state, by the rule of docs/choosing.md, "Default states"."""
     budget: str = "1/8"
     """Recommended budget K, by the same page: what the family's small model stands."""
