@@ -158,10 +158,7 @@ class WinnerReport:
         )
         luck = f"{winner.winner} was also the best on the search split."
         if leader != winner.winner:
-            luck = (
-                f"On the search split alone {leader} was better; with the validation split "
-                f"{winner.winner} is."
-            )
+            luck = f"On the search split alone {leader} was the best."
         return Section("Why this candidate", [why, luck], tables=[finalists])
 
     def _explain_choice(self) -> str:

@@ -67,9 +67,13 @@ class RunStatistics(FrozenModel):
 
 
 class ProposerStatistics(FrozenModel):
-    """Runs of one proposer that have a winner: its scores on the test split, means over runs."""
+    """Runs of one proposer that have a winner: its scores on the test split, means over runs.
+
+    Objectives of different units are not added, so that a proposer has a row for each unit.
+    """
 
     proposer: str
+    unit: str
     runs: int
     objective: float
     gain: float = Field(description="objective less the base policy's")
@@ -78,14 +82,19 @@ class ProposerStatistics(FrozenModel):
 
 
 def summarize_proposers(runs: Sequence[RunStatistics]) -> list[ProposerStatistics]:
-    """A row for each proposer, in the order in which they first appear."""
+    """A row for each proposer and unit, in the order in which they first appear."""
     rows: list[ProposerStatistics] = []
-    for name in dict.fromkeys(run.proposer for run in runs):
-        tests = [run.winner.test for run in runs if run.proposer == name and run.winner]
+    for name, unit in dict.fromkeys((run.proposer, run.unit) for run in runs):
+        tests = [
+            run.winner.test
+            for run in runs
+            if (run.proposer, run.unit) == (name, unit) and run.winner
+        ]
         if tests:
             rows.append(
                 ProposerStatistics(
                     proposer=name,
+                    unit=unit,
                     runs=len(tests),
                     objective=statistics.mean(test.objective.value for test in tests),
                     gain=statistics.mean(test.gain.value for test in tests),
@@ -109,28 +118,29 @@ def format_runs(
             f"{run.valid} of {run.candidates}",
             str(run.measured),
             *map(_format, (run.best, run.mean, run.minimum, run.deviation)),
+            run.unit,
         ]
         for run in runs
     ]
     head = ["ledger", "strategy", "proposer", "seed", "valid", "measured"]
-    head += ["best", "mean", "minimum", "deviation"]
-    candidates = Table("Candidates of each run", head, rows, "lllrrrrrrr")
+    head += ["best", "mean", "minimum", "deviation", "unit"]
+    candidates = Table("Candidates of each run", head, rows, "lllrrrrrrrl")
     rows = [
         [
             row.proposer,
             str(row.runs),
             _format(row.objective),
             _format(row.gain),
+            row.unit,
             f"{100 * row.accuracy:.1f}",
             f"{row.mme_total:.2f}",
         ]
         for row in proposers
     ]
     head = ["proposer", "runs", "test objective", "gain over base"]
-    head += ["accuracy %", "MME total"]
-    winners = Table("Winners of each proposer", head, rows, "lrrrrr")
-    units = ", ".join(dict.fromkeys(run.unit for run in runs))
-    note = f"Objectives in {units}, on the questions that a candidate was asked."
+    head += ["unit", "accuracy %", "MME total"]
+    winners = Table("Winners of each proposer", head, rows, "lrrrlrr")
+    note = "Objectives of candidates are on the questions that each was asked."
     return "\n".join([candidates.markdown(), "", winners.markdown(), "", note]) + "\n"
 
 

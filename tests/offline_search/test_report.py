@@ -153,6 +153,10 @@ async def test_a_report_says_which_rule_chose_the_winner(ledger: Path) -> None:
     text = dataclasses.replace(report, winner=changed).document().render_markdown()
     assert f"{rival} has the best lower bound of its gain, +8.5" in text
     assert f"but is tied with {name}, which is simpler" in text
+    # Bounds decide: in the table beside them the winner need not lead on both splits together.
+    changed = winner.model_copy(update={"winner": rival})
+    text = dataclasses.replace(report, winner=changed).document().render_markdown()
+    assert f"\n- On the search split alone {name} was the best.\n" in text
 
 
 @pytest.mark.parametrize("positions", ["true", "packed"])

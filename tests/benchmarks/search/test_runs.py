@@ -22,7 +22,10 @@ from tests.offline_search.synthetic import (
 async def test_runs_and_proposers_have_a_table_of_their_candidates(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two seeds of one proposer, one of another, whose replies repeat and are invalid at times."""
+    """Two seeds of one proposer, one of another, whose replies repeat and are invalid at times.
+
+    A search of several models has another unit, in which means are taken apart.
+    """
     search = Searches(dataset(tmp_path / "data"), tmp_path)
     replies = [*VALID_REPLIES[:4], *[HOSTILE["unknown atom"]] * 4]
     trials: dict[str, list[TrialRecord]] = {}
@@ -30,6 +33,8 @@ async def test_runs_and_proposers_have_a_table_of_their_candidates(
     for name, seed, proposer in (("a", 1, "m"), ("b", 2, "m"), ("c", 1, "other")):
         winners[name] = await search(replies, ledger=name, seed=seed, proposer=proposer)
         trials[name] = search.records(TrialRecord)
+    await search(replies, ledger="joint", proposer="m", models=("left", "right"))
+    trials["joint"] = search.records(TrialRecord)
     paths = [str(tmp_path / name) for name in trials]
     assert command.main(["runs", *paths, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
@@ -45,8 +50,10 @@ async def test_runs_and_proposers_have_a_table_of_their_candidates(
         assert run["mean"] == pytest.approx(statistics.mean(scores))
         assert run["deviation"] == pytest.approx(statistics.stdev(scores))
     assert any(run["valid"] < run["candidates"] for run in record["runs"])
-    twice, once = record["proposers"]
+    twice, once, joint = record["proposers"]
     assert (twice["proposer"], twice["runs"], once["runs"]) == ("m", 2, 1)
+    assert (twice["unit"], joint["unit"]) == ("nats", "of the base policy's loss")
+    assert (joint["proposer"], joint["runs"]) == ("m", 1)
     gains = [winners[name].test.gain.value for name in "ab"]
     assert twice["gain"] == pytest.approx(statistics.mean(gains))
 
@@ -60,6 +67,6 @@ async def test_the_tables_are_printed_and_a_file_that_is_no_ledger_is_refused(
     assert command.main(["runs", str(tmp_path / "run.jsonl")]) == 0
     text = capsys.readouterr().out
     assert "| run.jsonl | autoprune | scripted | 43 | 9 of 9 | 9 |" in text
-    assert "| scripted | 1 |" in text and "Objectives in nats" in text
+    assert "| scripted | 1 |" in text and text.count("| nats |") == 2
     (tmp_path / "other").write_text("no ledger")
     assert command.main(["runs", str(tmp_path / "other")]) == 1
