@@ -93,32 +93,28 @@ def describe_field(requested: int, proposed: int, others: Sequence[Draft]) -> st
 
 
 def _describe_starts(drafts: Sequence[Draft]) -> str:
-    """The policies that every search starts with: those of several signals, and of each alone.
+    """The policies that every search starts with: of several signals, of one, and of none.
 
-    One that has the atoms and q_e of another differs from it in other numbers.
+    Those of none are base policies alone. Those of equal atoms and q_e differ in other numbers.
     """
-    quotas: dict[tuple[tuple[str, ...], str], list[str]] = {}
+    bases: list[str] = []
+    quotas: dict[tuple[tuple[str, ...], str], list[int]] = {}
     for draft in drafts:
-        if draft.origin != "warm start" or draft.state is None:
+        state = draft.state
+        if draft.origin != "warm start" or state is None:
             continue
-        scoring = draft.state.scoring
-        constraints = draft.state.constraints
-        signals = tuple(call.atom for call in scoring.signals)
-        calls = (
-            scoring.fusion,
-            *constraints.pool,
-            constraints.selector,
-            draft.state.reassembly,
-        )
-        others = ", ".join(call.atom for call in calls)
-        if draft.state.core is not None:
-            others += f", a core of {draft.state.core.share:g}"
-        quota = dict(constraints.selector).get("q_e", 0)
-        quotas.setdefault((signals, others), []).append(str(quota))
+        quota = dict(state.constraints.selector).get("q_e")
+        if quota is None:
+            bases.append(state.base_policy.name)
+            continue
+        signals = tuple(call.atom for call in state.scoring.signals)
+        quotas.setdefault((signals, _list_parts(state)), []).append(quota)
     together: list[str] = []
     alone: dict[str, list[str]] = {}
     for (signals, others), values in quotas.items():
-        ending = f"with {others} at q_e {' and at '.join(values)}"
+        ending = f"with {others} at q_e {' and at '.join(map(str, values))}"
+        if len({*values}) < len(values):
+            ending += ", which differ in other numbers"
         if len(signals) > 1:
             together.append(f"of {', '.join(signals)} together, {ending}")
         else:
@@ -127,7 +123,26 @@ def _describe_starts(drafts: Sequence[Draft]) -> str:
         f"of one signal alone: {', '.join(signals)}, {ending}"
         for ending, signals in alone.items()
     ]
+    if bases:
+        texts.append(f"of no signal, a base policy alone: {', '.join(bases)}")
     return "; ".join([*together, *texts])
+
+
+def _list_parts(state: PruningState) -> str:
+    """The parts of a policy other than signals and kernel, by name."""
+    constraints = state.constraints
+    calls = (
+        state.scoring.fusion,
+        *constraints.pool,
+        constraints.selector,
+        state.reassembly,
+    )
+    parts = [call.atom for call in calls]
+    if state.core is not None:
+        parts.append(f"a core of {state.core.share:g}")
+    if state.rank_at != "merger_out":
+        parts.append(f"rank_at {state.rank_at}")
+    return ", ".join(parts)
 
 
 def proposal_prompt(

@@ -244,8 +244,8 @@ def describe_space(settings: Settings) -> str:
     weight = f"{_WEIGHTS[0]:g} to {_WEIGHTS[1]:g}"
     choice = {
         "fixed": "Signals, all of them:",
-        "any": f"Signals, any of them, at least one, each with a weight of {weight}; the fusion "
-        "divides weights by their sum:",
+        "any": f"Signals, any of them, at least one, each with a weight of {weight}, by default 1; "
+        "the fusion divides weights by their sum:",
         "single": "Signals, exactly one of them; its weight is 1:",
     }[searched.signals]
     selector = released.constraints.selector

@@ -279,7 +279,7 @@ def _describe_goal(settings: Settings) -> str:
         f"{dump_policy(written, settings)}"
     )
     if not written.reads_quality:
-        goal += " (its signals and fusion act on nothing)"
+        goal += " (its signals and fusion act on nothing)."
     return goal
 
 
@@ -299,7 +299,7 @@ def _describe_form(settings: Settings) -> str:
     ]
     form = (
         f"A policy is one JSON object: {{{', '.join(fields)}}}. It has signals, fusion, pool and "
-        "selector even where nothing reads them"
+        "selector even where nothing reads them."
     )
     if settings.library == "paper":
         form += (

@@ -25,7 +25,7 @@ from offline_search.candidates import (
     paper_state,
 )
 from offline_search.choices import RandomSource
-from offline_search.components import JsonObject
+from offline_search.components import JsonObject, components_json
 from offline_search.history import History
 from offline_search.image_facts import ImageFacts
 from offline_search.ledger import (
@@ -557,8 +557,21 @@ def test_the_starts_that_are_told_are_as_many_as_there_are(
     for part in starts.split("; "):
         names = re.findall(r"of one signal alone: (.*), with ", part)
         signals = names[0].split(", ") if names else ["together"]
-        count += len(signals) * len(part.split(" at q_e ")[1].split(" and "))
+        quotas, *differ = part.split(" at q_e ")[1].split(", which differ in other ")
+        values = quotas.split(" and at ")
+        assert differ == (["numbers"] if len({*values}) < len(values) else [])
+        count += len(signals) * len(values)
     assert count == len(states)
+
+
+def test_the_starts_that_are_told_name_their_base_policy_and_place_of_ranking() -> None:
+    """What starts of equal signals and q_e differ in is named; no q_e is that of a base alone."""
+    settings = settings_of(other_bases=("dart", "trim"), rank_at=True)
+    states = _warm_start_states(settings)
+    told = describe_field(1, 1, [Draft("warm start", state) for state in states])
+    assert "; of no signal, a base policy alone: dart, trim)" in told
+    assert "reference_strict_preservation_selector" not in told
+    assert "anchor_weighted_residual, rank_at merger_in at q_e 2; " in told
 
 
 def test_what_no_prompt_of_a_strategy_has_is_not_explained() -> None:
@@ -566,6 +579,30 @@ def test_what_no_prompt_of_a_strategy_has_is_not_explained() -> None:
         task = describe_task(settings_of(strategy=strategy))
         assert ("The resolution is" in task) == strategy.startswith("autoprune")
         assert "All scores of a prompt are on one scale" in task
+
+
+@pytest.mark.parametrize("space", SPACES[1:])
+def test_a_task_says_where_a_weight_may_be_left_out(space: Space) -> None:
+    """It is left out of printed policies too, where it is 1."""
+    settings = settings_of(space=space)
+    call = {"atom": "attention_proxy_saliency", "measure": "norm_and_place"}
+    policy = components_json(paper_state(settings))
+    scoring = policy["scoring"]
+    assert isinstance(scoring, dict)
+    accepted = _is_accepted(
+        {**policy, "scoring": {**scoring, "signals": [call]}}, settings
+    )
+    task = describe_task(settings)
+    assert accepted == (", by default 1; the" in task or "its weight is 1:" in task)
+
+
+def test_sentences_of_a_task_end() -> None:
+    """Of every paragraph that is not a list, a title, or followed by one."""
+    for settings in (LISTS, settings_of(library="paper"), settings_of(space="numbers")):
+        for paragraph in describe_task(settings).split("\n\n"):
+            line = paragraph.splitlines()[-1]
+            is_sentence = line[0].isupper() or line.startswith('"')
+            assert not is_sentence or line.endswith((".", ":", "}")), line
 
 
 def test_core_policies_are_described_where_a_core_is_searched() -> None:

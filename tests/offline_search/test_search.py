@@ -386,7 +386,7 @@ async def test_a_search_resumes_from_any_prefix_repeats_no_step_and_replays(
 
 
 @pytest.mark.parametrize(
-    ("name", "digest"), [("lists", "6cd9b33ba160"), ("crossovers", "439042e3f0b7")]
+    ("name", "digest"), [("lists", "b975fd8710eb"), ("crossovers", "2cb1fdf8cb42")]
 )
 async def test_a_recorded_search_replays_and_would_send_the_same_prompts_today(
     name: str, digest: str, search: Searches, tmp_path: Path
