@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offline_search.history import History
-from offline_search.settings import RACED_PER_PLACE, Settings
+from offline_search.settings import MODEL_SHARE, RACED_PER_PLACE, Settings
 
 RACING_STAGES = ((0.125, 3), (0.5, 2), (1.0, 1))
 """Shares of a round's questions after which a race drops candidates, and divisors: one candidate in
@@ -98,16 +98,26 @@ class EvaluationBudget:
                     f"{self.answers - spent} that remain."
                 )
         if not self.is_last(number, spent):
-            ending = "Another follows."
+            following = self._describe_following(spent)
+            ending = f"{following}."
             if resolution:  # without a resolution, no plateau ends a search
                 spent_half = "half of the rounds"
                 if settings.has_fixed_evaluations:
                     spent_half = "half of the answers"
                 ending = (
-                    f"Another follows, unless, past {spent_half}, {_IDLE_ROUNDS} rounds in a row "
+                    f"{following}, unless, past {spent_half}, {_IDLE_ROUNDS} rounds in a row "
                     "found nothing better by more than the resolution."
                 )
         return f"{round_text} {ending} {self._describe_cost(number, resolution)}."
+
+    def _describe_following(self, spent: int) -> str:
+        """That a round follows, and how many candidates it has if this one leaves fewer answers."""
+        usual = self.settings.per_round * self.per_candidate
+        count = self.count_proposals(spent + usual)
+        if count == self.count_proposals(spent):
+            return "Another follows"
+        written = int(MODEL_SHARE * count) or "none"
+        return f"Another follows, of about {count} candidates, {written} of them yours"
 
     def _describe_cost(self, number: int, resolution: float) -> str:
         """Which questions a candidate of a round is asked, and when it is dropped."""

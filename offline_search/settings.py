@@ -47,6 +47,9 @@ STRATEGIES_WITH_LISTS = ("autoprune", "autoprune+")
 RACED_PER_PLACE = 3
 """Number of candidates that are proposed for each of a round's m places if candidates are raced."""
 
+MODEL_SHARE = 0.3
+"""Share of the candidates of a round with a race that a language model writes."""
+
 _MAX_ROUNDS_FACTOR = 4
 """A search with a fixed number of evaluations runs at most this many times T rounds."""
 

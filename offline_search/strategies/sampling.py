@@ -42,7 +42,7 @@ from offline_search.components import (
     structure,
 )
 from offline_search.search_space import atom_names, choices_of_state, sample_proposal
-from offline_search.settings import MAX_QUOTA, Settings
+from offline_search.settings import MAX_QUOTA, MODEL_SHARE, Settings
 from offline_search.strategies.language_model import Round, Strategy
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.tpdsl.state import PruningState
@@ -185,9 +185,6 @@ _BEST_STRUCTURES = 5
 _CORE_SHARES = (0.5, 0.75)
 """Core shares of the warm starts in a search of cores."""
 
-_MODEL_SHARE = 0.3
-"""Share of a round's slots that are assigned to a language model."""
-
 _ORIGINS = ("tpe", "mutation", "tpe", "crossover", "tpe", "mutation")
 """Origins of the slots in turn: half by TPE, a third mutations, the others crossovers."""
 
@@ -215,7 +212,7 @@ class _AutoPrunePlus(Strategy, name="autoprune+"):
         if len(best) < 2:
             best = history.ranked()
         writes = self.uses_proposer and (settings.proposals_per_reply > 1 or best)
-        written_count = int(_MODEL_SHARE * current.count) if writes else 0
+        written_count = int(MODEL_SHARE * current.count) if writes else 0
         slots = current.count - written_count
         # Warm starts would fill several small rounds, so they take half of a round; the
         # remaining ones wait for later rounds.

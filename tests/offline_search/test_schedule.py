@@ -50,6 +50,7 @@ def test_prompts_say_which_round_it_is_and_whether_another_follows(
     raced: bool, number: int, spent: int, text: str
 ) -> None:
     budget = EvaluationBudget(RACED if raced else ROUNDS, questions=10)
+    """A smaller round that follows may ask the model nothing: that its request is the last."""
     sentences = budget.describe_round(number, spent, resolution=0.1)
     assert sentences.startswith(text) and ("last" in sentences) == ("last" in text)
 
