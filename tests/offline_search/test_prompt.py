@@ -585,7 +585,10 @@ def test_what_no_prompt_of_a_strategy_has_is_not_explained() -> None:
 def test_a_task_says_where_a_weight_may_be_left_out(space: Space) -> None:
     """It is left out of printed policies too, where it is 1."""
     settings = settings_of(space=space)
-    call = {"atom": "attention_proxy_saliency", "measure": "norm_and_place"}
+    call: JsonObject = {
+        "atom": "attention_proxy_saliency",
+        "measure": "norm_and_place",
+    }
     policy = components_json(paper_state(settings))
     scoring = policy["scoring"]
     assert isinstance(scoring, dict)
