@@ -50,14 +50,21 @@ class Difference:
             return "undecided"
         return "better" if self.value > 0 else "worse"
 
-    def judge(self, resolution: float) -> Verdict:
-        """Verdict on a difference for prompts.
+    def judge(self, resolution: float, decimals: int) -> Verdict:
+        """Verdict on a difference for prompts, by the figures of ``decimals`` that they print.
 
         ``same`` if the difference, two standard errors either way, lies within ``resolution``;
         else ``better`` or ``worse`` by two standard errors.
         """
-        is_within = abs(self.value) + 2 * self.error <= resolution
-        return "same" if is_within else self.verdict()
+        # Shares of a last decimal would decide what no reader can check; as integers, sums of
+        # figures are exact.
+        figures = [round(x, decimals) for x in (self.value, self.error, resolution)]
+        value, error, limit = (
+            round(figure * 10**decimals) if math.isfinite(figure) else math.inf
+            for figure in figures
+        )
+        is_within = abs(value) + 2 * error <= limit
+        return "same" if is_within else Difference(value, error).verdict()
 
     @property
     def low(self) -> float:
@@ -169,7 +176,7 @@ class PairedDifference:
         error = "unknown"
         if np.isfinite(self.mean.error):
             error = f"{self.mean.error:.{decimals}f}"
-        verdict = WORDS[self.mean.judge(resolution)]
+        verdict = WORDS[self.mean.judge(resolution, decimals)]
         return (
             f"{self.mean.value:+z.{decimals}f} ± {error}, {verdict} "
             f"(of {self.questions}, {self.rises} up, {self.falls} down)"

@@ -145,7 +145,7 @@ class Hypotheses:
             return _Outcome(f"{text}: untested")
         if gap.mean.value == gap.mean.error == 0 and hypothesis.expect != "same":
             return _Outcome(f"{text}: untested")
-        found = gap.mean.judge(self.resolution)
+        found = gap.mean.judge(self.resolution, self.decimals)
         if found == "undecided":
             return _Outcome(text)
         is_expected = hypothesis.expect == WORDS[found]

@@ -442,9 +442,10 @@ class _Summary:
         tied: list[str] = []
         for trial in history.ranked_structures() if history.resolution else []:
             gap = history.compare_paired(trial, leader)
-            verdict = gap.mean.judge(self.resolution)
+            difference = gap.mean
             if not gap.questions:
-                verdict = history.compare(trial, leader).judge(self.resolution)
+                difference = history.compare(trial, leader)
+            verdict = difference.judge(self.resolution, self.decimals)
             if trial is not leader and verdict in ("same", "undecided"):
                 tied.append(trial.name)
         if tied:

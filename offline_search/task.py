@@ -270,9 +270,12 @@ def _describe_goal(settings: Settings) -> str:
         return goal
     written = base_in_atoms(settings)
     if written is None:
+        picks = "its picks, and one"
+        if settings.bases:
+            picks = f"the picks of their base policy, and one of {policy.name}"
         return (
-            f"{goal} The atoms below cannot express it: policies start from its picks, and one "
-            "that exchanges nothing and changes no row is the base policy alone."
+            f"{goal} The atoms below cannot express it: policies start from {picks} that exchanges "
+            "nothing and changes no row is the base policy alone."
         )
     goal += (
         " Written in the atoms below, with the same picks in an image of one tile, it is "

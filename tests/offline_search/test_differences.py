@@ -19,6 +19,14 @@ def test_a_difference_is_held_to_its_resolution_and_to_its_error(
     assert Difference(-value, error).verdict(resolution, errors) == opposite
 
 
+@parametrize_from_file("value", "error", "resolution", "verdict")
+def test_a_verdict_of_a_prompt_follows_from_its_printed_figures(
+    value: float, error: float, resolution: float, verdict: str
+) -> None:
+    """Figures have three decimals; what is cut off would decide otherwise."""
+    assert Difference(value, error).judge(resolution, 3) == verdict
+
+
 def test_answered_questions_stand_for_the_categories_of_all() -> None:
     """Half of the population is a, a quarter each b and c; nobody answered c."""
     examples = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from fractions import Fraction
 from pathlib import Path
 from random import Random
 from typing import get_args
@@ -129,6 +130,12 @@ def test_base_policies_are_named_where_a_model_chooses_them(history: History) ->
     assert '"base_policy":{"name":"dart"}' in messages[1]["content"]
     plain = proposal_prompt(SETTINGS, "", other, "")[0]["content"]
     assert "base_policy" not in plain
+    # Policies start from the picks of the base policy that they choose.
+    start = (
+        "start from the picks of their base policy, and one of visionzip that exchanges"
+    )
+    assert start in messages[0]["content"]
+    assert "start from its picks, and one that exchanges" in plain
     # A selector says what does not act on it.
     (line,) = (
         line for line in plain.splitlines() if line.startswith("- runtime_reference")
@@ -300,9 +307,28 @@ def _list_problems_of_differences(prompt: str) -> list[str]:
     return problems
 
 
+def _list_problems_of_verdicts(prompt: str) -> list[str]:
+    """Differences whose printed verdict is not that of the printed figures."""
+    resolution = re.findall(r"Resolution: ([\d.]+)\.", prompt)
+    limit = Fraction(resolution[0]) if resolution else Fraction()
+    problems: list[str] = []
+    for value, error, verdict in re.findall(
+        r"([+-][\d.]+) ± ([\d.]+), (\w+) \(of ", prompt
+    ):
+        size, reach = abs(Fraction(value)), 2 * Fraction(error)
+        expected = "undecided"
+        if size + reach <= limit:
+            expected = "same"
+        elif size > reach:
+            expected = "higher" if value[0] == "+" else "lower"
+        if verdict != expected:
+            problems.append(f"{value} ± {error} is {expected}, not {verdict}")
+    return problems
+
+
 def read_problems(prompt: str) -> list[str]:
     """What a reader of a prompt would ask about."""
-    problems: list[str] = []
+    problems = _list_problems_of_verdicts(prompt)
     printed = re.findall(r"^- (\d+\.\d+): ", prompt, re.MULTILINE)
     named = re.findall(
         r"(?:[ (]of| than| as|;|to|from| by|behind|tied with) (\d+\.\d+)"
