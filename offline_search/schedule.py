@@ -87,10 +87,13 @@ class EvaluationBudget:
         if settings.has_fixed_evaluations:
             usual = settings.per_round * self.per_candidate
             at = " at one K" if len(settings.budgets) > 1 else ""
+            earlier = ""
+            if self.is_fresh and number > 1:
+                earlier = ", and more of earlier ones"
             round_text = (
                 f"Round {number}. The search may take {self.answers} answers, each of one "
                 f"candidate to one question{at}; {spent} are taken, those of base not counted, and "
-                f"a full round takes about {usual}, of all its candidates together."
+                f"a full round takes about {usual}, of all its candidates together{earlier}."
             )
             if number < settings.maximum_rounds:
                 ending = (
@@ -98,26 +101,30 @@ class EvaluationBudget:
                     f"{self.answers - spent} that remain."
                 )
         if not self.is_last(number, spent):
-            following = self._describe_following(spent)
-            ending = f"{following}."
+            follows = "Another follows"
+            if settings.has_fixed_evaluations:
+                follows += " if answers are left"
+            ending = f"{follows}."
             if resolution:  # without a resolution, no plateau ends a search
                 spent_half = "half of the rounds"
                 if settings.has_fixed_evaluations:
                     spent_half = "half of the answers"
                 ending = (
-                    f"{following}, unless, past {spent_half}, {_IDLE_ROUNDS} rounds in a row "
+                    f"{follows}, unless, past {spent_half}, {_IDLE_ROUNDS} rounds in a row "
                     "found nothing better by more than the resolution."
                 )
+            ending += self._describe_following(spent)
         return f"{round_text} {ending} {self._describe_cost(number, resolution)}."
 
     def _describe_following(self, spent: int) -> str:
-        """That a round follows, and how many candidates it has if this one leaves fewer answers."""
+        """Sentence on the candidates of the next round, if it is smaller; else empty."""
         usual = self.settings.per_round * self.per_candidate
         count = self.count_proposals(spent + usual)
         if count == self.count_proposals(spent):
-            return "Another follows"
+            return ""
         written = int(MODEL_SHARE * count) or "none"
-        return f"Another follows, of about {count} candidates, {written} of them yours"
+        which = f"{count} candidates, {written} of them yours"
+        return f" If this round takes {usual}, that has {which}."
 
     def _describe_cost(self, number: int, resolution: float) -> str:
         """Which questions a candidate of a round is asked, and when it is dropped."""

@@ -58,11 +58,11 @@ def test_prompts_say_which_round_it_is_and_whether_another_follows(
 def test_prompts_say_what_a_candidate_costs_and_when_it_is_dropped() -> None:
     raced = EvaluationBudget(RACED, questions=128).describe_round(1, 0, 0.0)
     assert raced.endswith(
-        "Another follows. A candidate is asked at most 128 questions in its round, the same in "
-        "every round, each at 2 budgets. After 16 and after 64 of them candidates are dropped: "
-        "those behind the leader before the round, by more than 3 standard errors; and of the "
-        "others those outranked, which are all but the best 1 in 3, then the best 1 in 2 by the "
-        "mean of their answers, all of which are to the same questions."
+        "Another follows if answers are left. A candidate is asked at most 128 questions in its "
+        "round, the same in every round, each at 2 budgets. After 16 and after 64 of them "
+        "candidates are dropped: those behind the leader before the round, by more than 3 standard "
+        "errors; and of the others those outranked, which are all but the best 1 in 3, then the "
+        "best 1 in 2 by the mean of their answers, all of which are to the same questions."
     )
     tied = EvaluationBudget(RACED, questions=128).describe_round(1, 0, 0.1)
     assert "half of the answers, 4 rounds in a row found nothing better by" in tied
@@ -83,6 +83,11 @@ def test_prompts_say_what_a_candidate_costs_and_when_it_is_dropped() -> None:
     asked += "of earlier candidates that lead"
     assert f"{asked} too. " in fresh.describe_round(2, 0, 0.0)
     assert "the same in every" not in fresh.describe_round(1, 0, 0.0)
+    # What earlier candidates are asked counts, so that a round may take more than it usually does.
+    raced_anew = EvaluationBudget(RACED, questions=10, is_fresh=True)
+    counted = " of all its candidates together, and more of earlier ones."
+    assert counted in raced_anew.describe_round(2, 0, 0.0)
+    assert counted not in raced_anew.describe_round(1, 0, 0.0)
     assert "the round before" not in fresh.describe_round(1, 0, 0.0)
     lists = ROUNDS.model_copy(update={"proposals_per_reply": 3})
     fresh = EvaluationBudget(lists, questions=10, is_fresh=True)
