@@ -52,6 +52,7 @@ from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.report import Table
 from vllm_autoprune.statistics import Spread
 from vllm_autoprune.stream import EMPTY
+from vllm_autoprune.tpdsl.loading import DEFAULT_STATE
 
 _INTRODUCTION = """\
 This demo serves two models with `vllm serve`, stock and pruned, on this machine, and compares both
@@ -92,6 +93,7 @@ _CHOICES: Mapping[str, Mapping[str, str]] = {
     "random tokens": {"keep": "random"},
     "`norm`, tokens of largest norm": {"state": "norm"},
     "`cen_divprune`, published": {"state": "cen_divprune"},
+    f"`{DEFAULT_STATE}`, the default": {"state": DEFAULT_STATE},
     "`minillava`, found on this model": {"state": "minillava"},
 }
 """How mini-LLaVA's K tokens are chosen, and the field of a request that asks for it."""
@@ -288,7 +290,7 @@ def _format_tables(figures: Sequence[_Figure]) -> str:
         "work changes such times. Resized and pruned prompts have equally many tokens, so the "
         "selection explains only a part of the difference between their times.",
         "Second question: about an image that is in the prefix cache, where a state that reads "
-        "the question, as `cdpruner` does and `cen_divprune` does not, prefills K tokens again.",
+        "the question, as `cdpruner` does and the default does not, prefills K tokens again.",
         f"{answers[0].model}, ± half of the 95 % interval. Resized: its tokens pooled to K cells, "
         "which it was not trained on, so it is a weak rival here.",
     )

@@ -23,6 +23,7 @@ from vllm_autoprune.backbones import BACKBONE_SHAPES
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.report import Table
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.loading import DEFAULT_STATE
 from vllm_autoprune.tpdsl.transfer import instruction_free, transfer
 
 POLICIES = Path(__file__).resolve().parents[1] / "policies"
@@ -156,14 +157,17 @@ def _build_base_policies(source: PruningState) -> Iterator[PruningState]:
         yield _derive_state(source, name, notes, changes, author)
 
 
-def _build_for_videos(source: PruningState) -> PruningState:
-    """A state of images that also prunes videos: as many tokens of each frame."""
-    name = "cen_divprune"
-    notes = (
-        f"{name} for images, and for videos, of which each frame keeps as many tokens."
-    )
-    changes = {**_select_alone(name), "frames": {}}
-    return _derive_state(source, f"{name}-video", notes, changes, _PUBLISHED_BY)
+def _build_for_videos(states: Sequence[PruningState]) -> Iterator[PruningState]:
+    """Forms of states that prune videos too: the base policy keeps as many tokens of each frame."""
+    for state in states:
+        if state.name in (DEFAULT_STATE, "cen_divprune"):
+            notes = (
+                f"{state.name} for images, and for videos, of which its base policy keeps as many "
+                "tokens of each frame."
+            )
+            found_by = state.provenance.found_by
+            name = f"{state.name}-video"
+            yield _derive_state(state, name, notes, {"frames": {}}, found_by)
 
 
 def _sweep_quotas(source: PruningState) -> Iterator[PruningState]:
@@ -220,12 +224,13 @@ def _build_states(folder: Path = POLICIES) -> list[PruningState]:
     source, *results = (
         load_state(folder / f"{name}.json") for name in (SOURCE, *SEARCH_RESULTS)
     )
+    alone = list(_build_base_policies(source))
     return [
         source,
         *results,
         *_transfer_source(source),
-        *_build_base_policies(source),
-        _build_for_videos(source),
+        *alone,
+        *_build_for_videos([*results, *alone]),
         *_sweep_quotas(source),
         _build_instruction_free(source),
         _build_shared_core(source),

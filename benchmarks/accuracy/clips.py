@@ -155,43 +155,76 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("out/accuracy-clips"), help=text
     )
+    text = "compare these alone, at eight frames, with the first of them"
+    parser.add_argument("--states", nargs="+", metavar="STATE", help=text)
     return run_command("clips", lambda: _measure(**vars(parser.parse_args())))
 
 
-def _measure(out: Path, clips: int) -> int:
+def _measure(out: Path, clips: int, states: Sequence[str] | None) -> int:
     scenes: dict[Split, int] = {"search": 1, "validation": 1, "test": clips}
     write_data(out / "clips", scenes, model="clips")
-    write_data(out / "long", scenes, model="clips", brief_frames=_FRAMES[-1])
-    few = _FRAMES[0]
-    equal = _Answers(f"{few} frames", (FEWER_FRAMES, "norm"))
-    longer = _Answers(f"clips of {_FRAMES[-1]} frames", (f"vcast of {few} frames",))
+    if states is None:
+        write_data(out / "long", scenes, model="clips", brief_frames=_FRAMES[-1])
     answers = out / weights_digest(CHECKPOINTS["clips"])
     answers.mkdir(exist_ok=True)
     with serve(
         CHECKPOINTS["clips"], *_FLAGS.split(), log=out / "server.log"
     ) as started:
         server = Server(started.url, Connection(), None, MAX_IN_FLIGHT)
-        cases = build_cases(_STATES, _SHARES, frames=few)
-        named = {_name(case): case for case in cases}
-        equal.add(server, answers / "equal.jsonl", out / "clips", few, named)
-        for share, side in _SIDES.items():
-            low = _shrink(out / "clips", out / f"side-{side}", side)
-            lower = {(_LOWER, f"K = {share}"): cases[0]}
-            equal.add(server, answers / f"side-{side}.jsonl", low, few, lower)
-        for frames in _FRAMES:
-            cases = build_cases(_LONG_STATES, _TOKENS, frames=frames)
-            named = {
-                _name(case, f" of {frames} frames"): case
-                for case in cases
-                if case.label in ("full", *_LONG_STATES)
-            }
-            longer.add(
-                server, answers / f"{frames}-frames.jsonl", out / "long", frames, named
-            )
+        if states is None:
+            parts = [
+                _compare_methods(server, out, answers),
+                _compare_lengths(server, out, answers),
+            ]
+        else:
+            parts = [_compare_states(server, out, answers, states)]
     table = Table()
-    equal.write(table)
-    longer.write(table)
+    for part in parts:
+        part.write(table)
     return 0
+
+
+def _compare_states(
+    server: Server, out: Path, answers: Path, states: Sequence[str]
+) -> _Answers:
+    """The states at equal numbers of tokens of eight frames, less the first of them."""
+    few = _FRAMES[0]
+    cases = build_cases(states, _SHARES, frames=few)
+    named = {_name(case): case for case in cases if case.label in ("full", *states)}
+    compared = _Answers(f"{few} frames", states[:1])
+    compared.add(server, answers / "states.jsonl", out / "clips", few, named)
+    return compared
+
+
+def _compare_methods(server: Server, out: Path, answers: Path) -> _Answers:
+    """All methods at equal numbers of tokens of eight frames, less fewer frames and *norm*."""
+    few = _FRAMES[0]
+    cases = build_cases(_STATES, _SHARES, frames=few)
+    equal = _Answers(f"{few} frames", (FEWER_FRAMES, "norm"))
+    named = {_name(case): case for case in cases}
+    equal.add(server, answers / "equal.jsonl", out / "clips", few, named)
+    for share, side in _SIDES.items():
+        low = _shrink(out / "clips", out / f"side-{side}", side)
+        lower = {(_LOWER, f"K = {share}"): cases[0]}
+        equal.add(server, answers / f"side-{side}.jsonl", low, few, lower)
+    return equal
+
+
+def _compare_lengths(server: Server, out: Path, answers: Path) -> _Answers:
+    """Equal numbers of tokens of ever more frames, less `vcast` of eight."""
+    longer = _Answers(
+        f"clips of {_FRAMES[-1]} frames", (f"vcast of {_FRAMES[0]} frames",)
+    )
+    for frames in _FRAMES:
+        cases = build_cases(_LONG_STATES, _TOKENS, frames=frames)
+        named = {
+            _name(case, f" of {frames} frames"): case
+            for case in cases
+            if case.label in ("full", *_LONG_STATES)
+        }
+        journal = answers / f"{frames}-frames.jsonl"
+        longer.add(server, journal, out / "long", frames, named)
+    return longer
 
 
 if __name__ == "__main__":

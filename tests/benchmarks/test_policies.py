@@ -11,7 +11,7 @@ import pytest
 from benchmarks import policies
 from vllm_autoprune import load_state, materialize
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
-from vllm_autoprune.tpdsl.loading import shipped_states
+from vllm_autoprune.tpdsl.loading import DEFAULT_STATE, shipped_states
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "shipped-states.md"
 
@@ -45,8 +45,8 @@ def test_half_of_a_shared_core_reads_no_question(name: str) -> None:
     assert not materialize(load_state("instruction-free")).reads_instruction
 
 
-def test_the_best_published_state_has_a_form_that_prunes_videos_too() -> None:
-    name = "cen_divprune"
+@pytest.mark.parametrize("name", ["cen_divprune", DEFAULT_STATE])
+def test_a_state_of_images_has_a_form_that_prunes_videos_too(name: str) -> None:
     apart = {"name": name, "provenance": load_state(name).provenance, "frames": None}
     videos = load_state(f"{name}-video")
     assert videos.model_copy(update=apart).digest == load_state(name).digest

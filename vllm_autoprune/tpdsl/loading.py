@@ -32,6 +32,9 @@ from vllm_autoprune.tpdsl.state import SCHEMA, Constraints, PruningState, Scorin
 DEFAULT_STATE = "pivoted_qr-searched-free"
 """Shipped state to begin with on every backbone, by docs/choosing.md, "Default states"."""
 
+FOR_VIDEOS = f"{DEFAULT_STATE}-video"
+"""The same state for images; it prunes videos too."""
+
 MAX_BYTES = 1 << 20
 """Largest text, in bytes, that is read; a state has a few kilobytes."""
 

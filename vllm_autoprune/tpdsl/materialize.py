@@ -16,6 +16,7 @@ from vllm_autoprune.tpdsl.base_policy import (
     BasePolicy,
 )
 from vllm_autoprune.tpdsl.frames import Frames
+from vllm_autoprune.tpdsl.loading import FOR_VIDEOS
 from vllm_autoprune.tpdsl.state import SCHEMA, Core, PruningState
 from vllm_autoprune.tpdsl.tokens import Need, RankAt, Shares
 
@@ -128,7 +129,7 @@ def materialize(
     frames = state.frames if video else None
     if video and frames is None:
         what = f"state {state.name!r} leaves videos whole"
-        fix = 'add "frames": {} to it, or take a shipped one with frames, as cen_divprune-video'
+        fix = f'add "frames": {{}} to it, or take a shipped one with frames, as {FOR_VIDEOS}'
         raise BudgetError.of("/frames", what, fix, subject="budget of a video")
     if not exchange:
         state = _leave_out_exchange(state)
