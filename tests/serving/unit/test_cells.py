@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -27,6 +28,7 @@ from vllm_autoprune.serving.api.cells import (
 )
 from vllm_autoprune.serving.api.foreign_items import check_features
 from vllm_autoprune.serving.inputs import CELLS_FIELD, check_inputs
+from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.plan import NO_KEY, ItemPlan
 from vllm_autoprune.serving.plan_rules import PlanRules
 from vllm_autoprune.serving.request_rules import RequestRules
@@ -49,6 +51,16 @@ def page(row: int = 1) -> Image.Image:
 def sender(request: pytest.FixtureRequest, folder: Any) -> Sender:
     server = Sender(folder, budget=1000)
     return server.with_cache() if request.param else server
+
+
+@pytest.mark.parametrize("architecture", BACKBONES)
+def test_cells_are_compared_only_where_the_tower_normalises_pixels(
+    architecture: str,
+) -> None:
+    row = BACKBONES[architecture]
+    module, _, name = row.model.partition(":")
+    model = vars(import_module(module))[name]
+    assert row.whole_only or model.supports_mm_device_do_normalize
 
 
 def test_what_is_left_of_an_image_is_its_tokens_and_its_placeholders(

@@ -369,7 +369,11 @@ BACKBONES: dict[str, Backbone] = {
             "Cosmos3EdgeForConditionalGeneration",
             whole_only=_PLACES_WHOLE,
         ),
-        _qwen("cohere_compass", "CohereCompassForConditionalGeneration"),
+        _qwen(
+            "cohere_compass",
+            "CohereCompassForConditionalGeneration",
+            whole_only=_NORMALISED,
+        ),
         _qwen("glm4v", "Glm4vForConditionalGeneration", **_NAMED),
         _qwen("glm4v_moe", "Glm4vMoeForConditionalGeneration", **_NAMED),
         # Reading pages suffers first from pruning.
