@@ -91,9 +91,9 @@ class EvaluationBudget:
             if self.is_fresh and number > 1:
                 earlier = ", and more of earlier ones"
             round_text = (
-                f"Round {number}. The search may take {self.answers} answers, each of one "
-                f"candidate to one question{at}; {spent} are taken, those of base not counted, and "
-                f"a full round takes about {usual}, of all its candidates together{earlier}."
+                f"Round {number}. No round begins once {self.answers} answers are taken, each of "
+                f"one candidate to one question{at}; {spent} are, those of base not counted, and a "
+                f"full round takes about {usual}, of all its candidates together{earlier}."
             )
             if number < settings.maximum_rounds:
                 ending = (
@@ -124,7 +124,7 @@ class EvaluationBudget:
             return ""
         written = int(MODEL_SHARE * count) or "none"
         which = f"{count} candidates, {written} of them yours"
-        return f" If this round takes {usual}, that has {which}."
+        return f" If this round takes {usual}, the next has {which}."
 
     def _describe_cost(self, number: int, resolution: float) -> str:
         """Which questions a candidate of a round is asked, and when it is dropped."""

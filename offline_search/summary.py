@@ -20,7 +20,7 @@ import numpy as np
 from offline_search.candidates import BASE_PARENT
 from offline_search.components import compact_json, describe_changes, dump_json
 from offline_search.differences import MINIMUM_IMAGES, SMALLEST_CHANGE
-from offline_search.history import History, Trial
+from offline_search.history import CategoryMean, History, Trial
 from offline_search.hypotheses import ROOM_OF_COUNT, Hypotheses
 from offline_search.ledger import Exchange
 from vllm_autoprune.tpdsl.state import PruningState
@@ -50,9 +50,9 @@ _MAX_FIRST = 3
 
 _CANDIDATES = (
     "Candidates: score, on how many questions{dropped}; differences to {references}; "
-    "{of_each}by category the mean of its answers less that of base on the same questions, of "
-    "categories with {minimum} of them or more, and their number where that is a part{exchanges}; "
-    "policy, whole or as changes of another."
+    "{of_each}by category the mean of its answers less that of base on the same questions, of the "
+    "categories above with {minimum} of them or more and of all others together, and their number "
+    "where that is a part{exchanges}; policy, whole or as changes of another."
 )
 _EXCHANGES = (
     "; means over a few images{of_models} of the number of tokens that it exchanges, and of the "
@@ -62,12 +62,13 @@ _BEST = (
     f"The best of each structure, of the best {_MAX_BEST} at most, of candidates that were asked "
     "all questions of their round:"
 )
-_LATEST = "Others of the last round:"
-_NAMED = "Others that these name:"
-_EARLIER = "Others of earlier rounds:"
+_LATEST = "More of the last round:"
+_NAMED = "Others that these name, of any round:"
+_EARLIER = "More of earlier rounds:"
 
 _UNLISTED = (
-    "Not listed: {} that were measured, {} with tokens and rows of measured ones."
+    "Not listed: {} that were measured, {} of them in the last round, and {} with tokens and rows "
+    "of measured ones."
 )
 
 
@@ -150,8 +151,8 @@ class _Summary:
         ]
         if known := [error for error in errors if 0 < error < np.inf]:
             resolution += (
-                f" Median standard error of the differences to {BASE_PARENT}: "
-                f"{median(known):.{self.decimals}f}."
+                f" Median standard error of the differences to {BASE_PARENT} of candidates that "
+                f"were asked all questions of their round: {median(known):.{self.decimals}f}."
             )
         count = history.count_questions(history.base)
         yield f"Questions asked so far, all of them of base: {count}.{resolution}"
@@ -316,10 +317,11 @@ class _Summary:
                 yield title
                 yield from lines
         unlisted = [trial for trial in history.trials if trial.name not in printed]
-        measured = sum(trial.values is not None for trial in unlisted)
+        measured = [trial for trial in unlisted if trial.values is not None]
+        latest = sum(trial in history.latest() for trial in measured)
         repeated = sum(trial.result.status == "same" for trial in unlisted)
         if measured or repeated:
-            yield _UNLISTED.format(measured, repeated)
+            yield _UNLISTED.format(len(measured), latest, repeated)
 
     def _describe_columns(self) -> str:
         """What the line of a candidate has, in order."""
@@ -379,7 +381,7 @@ class _Summary:
                 yield f"to {name} {gap.describe(self.decimals, self.resolution)}"
         yield from self._list_gains(trial)
         state = trial.require_state()
-        yield from _describe_exchanges(trial.exchanges, _is_idle(state))
+        yield from _describe_exchanges(trial.exchanges, state)
         if not _is_idle(state):
             yield from (
                 f"{call.atom} has weight 0"
@@ -409,9 +411,24 @@ class _Summary:
                 is_part = mean.questions < counts[name]
                 count = f" (of {mean.questions})" if is_part else ""
                 of_categories.append(f"{name} {gain}{count}")
+        of_categories += self._list_rest(means)
         for gains in (of_models, of_categories):
             if gains:
                 yield ", ".join(gains)
+
+    def _list_rest(self, means: Mapping[str, CategoryMean]) -> Iterator[str]:
+        """Gains over the base policy in all categories together that have none of their own."""
+        rest: dict[str, list[CategoryMean]] = {}
+        for name, mean in means.items():
+            if name not in self.categories or mean.questions < MINIMUM_IMAGES:
+                model, colon, _ = (
+                    name.partition(": ") if self._has_models else ("",) * 3
+                )
+                rest.setdefault(f"{model}{colon}others", []).append(mean)
+        for name, parts in rest.items():
+            count = sum(mean.questions for mean in parts)
+            total = sum(mean.questions * (mean.value - mean.base) for mean in parts)
+            yield f"{name} {self._format_score(total / count)} (of {count})"
 
     def _describe_policy(self, trial: Trial, printed: Mapping[str, Trial]) -> str:
         """The candidate as changes of a parent that is printed, or as a whole."""
@@ -473,12 +490,14 @@ class _Summary:
 
 
 def _describe_exchanges(
-    exchanges: Mapping[str, Exchange], is_idle: bool
+    exchanges: Mapping[str, Exchange], state: PruningState
 ) -> Iterator[str]:
     """Numbers of tokens that a candidate exchanges, and their qualities, with the model of each.
 
-    An idle candidate has no numbers of tokens.
+    An idle candidate has no numbers of tokens; of one that exchanges whatever the quality, none is
+    told.
     """
+    is_idle = _is_idle(state)
     counts: list[str] = []
     qualities: list[str] = []
     for model, exchange in exchanges.items():
@@ -490,7 +509,7 @@ def _describe_exchanges(
             qualities.append(f"{lowest:.2f} and {highest:.2f}{of_model}")
     if counts and not is_idle:
         yield f"exchanges {', '.join(counts)}"
-    if qualities:
+    if qualities and (is_idle or state.reads_quality):
         yield f"quality {', '.join(qualities)}"
 
 

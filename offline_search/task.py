@@ -111,8 +111,8 @@ rows as a measured one: what is listed of it is that one's, also where it is a p
 
 _RESOLUTION = (
     "the smallest difference that the search can tell: two standard errors of the difference of "
-    "the scores of {leaders}, once they have answered the questions of {rounds} rounds, or all "
-    "that there are; it is estimated anew after every round"
+    "the scores of {leaders}, once they have answered all questions, or those of {rounds} rounds "
+    "where rounds have others; it is estimated anew after every round"
 )
 
 _OBJECTIVES: Mapping[Objective, str] = {

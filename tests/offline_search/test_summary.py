@@ -74,7 +74,7 @@ def test_each_category_has_its_questions_means_share_and_worst_question(
     assert lines[0].startswith(
         "Questions asked so far, all of them of base: 16. Resolution: "
     )
-    assert "Median standard error of the differences to base: 0." in lines[0]
+    assert "of candidates that were asked all questions of their round: 0." in lines[0]
     assert lines[1] == "Base policy alone (base): -3.00."
     assert lines[2].startswith("Category: questions, score of base, score of 2.3, ")
     # Where nothing is lost, a question is an example.
@@ -105,7 +105,7 @@ def test_candidates_are_changes_of_parents_or_the_leader(history: History) -> No
     assert line_of("2.0", text).endswith(
         "; 2.3 with selector q_e 2 -> 4, reassembly strength 1 -> 0.0005"
     )
-    assert text.index("Others of the last round:") < text.index("- 2.0: ")
+    assert text.index("More of the last round:") < text.index("- 2.0: ")
 
 
 def test_dropped_ones_are_printed_as_all_others(history: History) -> None:
@@ -117,11 +117,12 @@ def test_dropped_ones_are_printed_as_all_others(history: History) -> None:
     assert "- no such atom (3 times)" in text
     assert "- 2.2: " not in text, "a duplicate that tests nothing tells nothing"
     unlisted = (
-        "Not listed: 0 that were measured, 1 with tokens and rows of measured ones."
+        "Not listed: 0 that were measured, 0 of them in the last round, and 1 with tokens and "
+        "rows of measured ones."
     )
     assert unlisted in text.splitlines()
     history.trials.append(trial("3.0", BASE))
-    title, later = summarize(history).split("Others of earlier rounds:\n")
+    title, later = summarize(history).split("More of earlier rounds:\n")
     again = line_of("2.1", later)
     assert again.partition("; ")[2] == dropped.partition("; ")[2] and again not in title
 
@@ -160,12 +161,12 @@ def test_a_rival_that_is_not_printed_is_not_named(
 def test_a_category_is_compared_with_base_where_four_questions_of_it_were_asked(
     history: History,
 ) -> None:
-    """Fewer would tell nothing; those that were not asked are not mentioned."""
+    """Fewer count as others; those that were not asked are not mentioned."""
     few = np.full(16, np.nan)
     few[[0, 4, 5, 6, 7]] = [0.0, -2.0, -2.0, -2.5, -2.5]
     history.trials.append(trial("3.0", few, paper_state(SETTINGS), "dropped"))
     line = line_of("3.0", summarize(history))
-    assert "; relation +0.75 (of 4); " in line
+    assert "; relation +0.75 (of 4), others +3.00 (of 1); " in line
     assert "text" not in line and "not asked" not in line
 
 
@@ -184,7 +185,7 @@ def test_what_a_hypothesis_names_is_printed() -> None:
     )
     assert "- 2.0 (ablate of 1.0, expected higher): Why 2.0. => +1.50 ± 0.00" in text
     assert "- 2.1: -2.00 of 1.1, whose tokens and rows it has; " in text
-    named = text.split("Others that these name:\n")[1].splitlines()[:2]
+    named = text.split("Others that these name, of any round:\n")[1].splitlines()[:2]
     assert [line[:7] for line in named] == ["- 1.1: ", "- 1.0: "]
     assert named[1].endswith("2.0 with selector q_e 4 -> 2")
 
@@ -402,10 +403,10 @@ def test_a_category_moves_only_with_answers_to_its_questions(history: History) -
     perfect = np.full(16, np.nan)
     perfect[[0, 1, 2, 3, 4, 5]] = 0.0
     history.trials.append(trial("3.0", perfect, paper_state(SETTINGS), "dropped"))
-    assert "; text +3.00; " in line_of("3.0", summarize(history))
+    assert "; text +3.00, others +3.00 (of 2); " in line_of("3.0", summarize(history))
     later = np.tile([-0.5, -4.0], 8)
     history.trials.append(trial("3.1", later, base_state(SETTINGS)))
-    assert "; text +3.00; " in line_of("3.0", summarize(history))
+    assert "; text +3.00, others +3.00 (of 2); " in line_of("3.0", summarize(history))
 
 
 @pytest.mark.parametrize("leader", ["1.0", "1.1"])
@@ -442,6 +443,33 @@ def test_every_score_is_the_mean_of_its_categories_weighted_by_their_questions(
         parts = dict(re.findall(r"(text|relation) ([+-][\d.]+)", line_of(name, text)))
         gain = sum(share * float(parts[part]) for part, share in shares.items())
         assert gain == pytest.approx(score - of_all, abs=0.002), name
+
+
+def test_gains_by_category_add_up_to_the_difference_to_base() -> None:
+    """Of each question: also of categories without a line, and of those that were asked less."""
+    source = np.random.default_rng(0)
+    examples = [
+        Example(
+            image=f"{n}.png", question=f"Q{n}?", answer="a", category=f"kind{n % 16}"
+        )
+        for n in range(160)
+    ]
+    values = source.normal(-1.0, 0.5, size=(3, 160))
+    values[2, 40:] = np.nan
+    whole = trial("1.0", values[1], paper_state(SETTINGS))
+    part = trial("1.1", values[2], paper_state(SETTINGS, quota=4), "dropped")
+    text = summarize(History(trial("0.0", values[0]), [whole, part], examples))
+    for name, asked in (("1.0", 160), ("1.1", 40)):
+        line = line_of(name, text)
+        (gap,) = re.findall(r"to base ([+-][\d.]+)", line)
+        gains = re.findall(r"(?:kind\d+|others) ([+-][\d.]+)(?: \(of (\d+)\))?", line)
+        counts = [int(count or 10) for _, count in gains]
+        assert sum(counts) == asked
+        total = sum(
+            float(gain) * count for (gain, _), count in zip(gains, counts, strict=True)
+        )
+        assert total / asked == pytest.approx(float(gap), abs=0.001)
+    assert "others" in line_of("1.0", text) and "kind" not in line_of("1.1", text)
 
 
 def test_the_level_of_the_questions_does_not_tell_candidates_apart(
