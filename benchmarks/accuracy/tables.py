@@ -14,14 +14,19 @@ from vllm_autoprune.report import Table
 UPON = f"{SOURCE} upon "
 """Beginning of the name of a case that exchanges tokens as the released state does."""
 
+_SPLITS = ("shared-core", "pivoted_qr-split", "minillava-split")
+"""Forms of other states of the table, whose figures are among the shipped states."""
+
 _BY_KIND = (2, ("cen_divprune", "divprune", "cdpruner", "minillava"))
 """Divisor of N, and the states, in the table of positions by kind of question."""
+_LEAST_CHANGE = 10.0
+"""Points by which one of the states has to change in a kind that is listed."""
 
 
 def tabulate_accuracy(
     yardstick: Yardstick, rows: Sequence[Row], split: str = "test"
 ) -> str:
-    """Table of all cases except variants that are compared with another case of the same state.
+    """Table of all cases except splits, and variants compared with another case of their state.
 
     States that a search found are in bold, and those that read the question have an asterisk. Cells
     have per cent right, and those of the last column points above resizing at the last budget but
@@ -34,7 +39,8 @@ def tabulate_accuracy(
     gain = f"{compared}: less resized"
     cells: dict[str, dict[str, str]] = {}
     for row in rows:
-        if row is not full and row.category is None and "@" not in row.name:
+        is_listed = row is not full and row.name not in _SPLITS
+        if is_listed and row.category is None and "@" not in row.name:
             label = (
                 f"**{row.name}**" if row.name == yardstick.search_result else row.name
             )
@@ -60,16 +66,17 @@ def tabulate_positions(yardstick: Yardstick, rows: Sequence[Row]) -> str:
     """Per cent right of a few states by kind of question, with packed and with true positions."""
     number, states = _BY_KIND
     label = yardstick.budgets[number].label
-    by_kind: dict[str, dict[str, str]] = {}
+    by_kind: dict[str, dict[str, float]] = {}
     for row in rows:
         if row.budget == label and (row.kind or row.category is None):
-            by_kind.setdefault(row.kind or "all", {})[row.name] = (
-                f"{row.accuracy.value:.1f}"
-            )
-    table = [
-        [kind, *(f"{by_name[f'{name}@packed']}→{by_name[name]}" for name in states)]
-        for kind, by_name in by_kind.items()
-    ]
+            by_kind.setdefault(row.kind or "all", {})[row.name] = row.accuracy.value
+    table = []
+    for kind, by_name in by_kind.items():
+        pairs = [(by_name[f"{name}@packed"], by_name[name]) for name in states]
+        most = max(abs(true - packed) for packed, true in pairs)
+        if kind == "all" or most >= _LEAST_CHANGE:
+            cells = (f"{packed:.1f}→{true:.1f}" for packed, true in pairs)
+            table.append([kind, *cells])
     columns = (f"{yardstick.name}, {label}", *(f"`{name}`" for name in states))
     return Table("", columns, table, "-" + "r" * len(states)).markdown() + "\n"
 

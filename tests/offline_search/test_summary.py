@@ -456,9 +456,9 @@ def test_gains_by_category_add_up_to_the_difference_to_base() -> None:
     ]
     values = source.normal(-1.0, 0.5, size=(3, 160))
     values[2, 40:] = np.nan
-    whole = trial("1.0", values[1], paper_state(SETTINGS))
+    complete = trial("1.0", values[1], paper_state(SETTINGS))
     part = trial("1.1", values[2], paper_state(SETTINGS, quota=4), "dropped")
-    text = summarize(History(trial("0.0", values[0]), [whole, part], examples))
+    text = summarize(History(trial("0.0", values[0]), [complete, part], examples))
     for name, asked in (("1.0", 160), ("1.1", 40)):
         line = line_of(name, text)
         (gap,) = re.findall(r"to base ([+-][\d.]+)", line)
