@@ -219,7 +219,7 @@ def _describe_structure(settings: Settings) -> str:
     """The names that make the structure of a candidate."""
     if _has_one_structure(settings):
         return "the names of all its atoms, here the same for all"
-    parts = ["of all its atoms"]
+    parts = ["of all its atoms in their order"]
     if settings.bases:
         parts.append("of its base policy")
     if settings.core:

@@ -151,7 +151,8 @@ def test_a_task_offers_core_rank_at_and_base_policy_where_they_are_searched(
     task = describe_task(LISTS.model_copy(update={"space": space, **searched}))
     assert "core (/core)" in task and "rank_at (/rank_at)" in task
     structure = (
-        "of all its atoms, of its base policy and of its core's policy, and rank_at"
+        "of all its atoms in their order, of its base policy and of its core's policy, "
+        "and rank_at"
     )
     assert structure in task and "the same for all" not in task
     offered = "yours to choose, and core, rank_at, base_policy. All else is fixed"

@@ -386,7 +386,7 @@ async def test_a_search_resumes_from_any_prefix_repeats_no_step_and_replays(
 
 
 @pytest.mark.parametrize(
-    ("name", "digest"), [("lists", "53abcda9d9dc"), ("crossovers", "52c15930d7c7")]
+    ("name", "digest"), [("lists", "d7318677339b"), ("crossovers", "3c43580c3e2c")]
 )
 async def test_a_recorded_search_replays_and_would_send_the_same_prompts_today(
     name: str, digest: str, search: Searches, tmp_path: Path

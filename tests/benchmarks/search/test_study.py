@@ -160,12 +160,13 @@ def test_searches_with_a_capable_proposer_replay(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert command.main(["replay"]) == 0
-    *joint, llava, qwen, latest = capsys.readouterr().out.splitlines()
+    *joint, llava, qwen, earlier, latest = capsys.readouterr().out.splitlines()
     winners = [re.findall(r"^([a-z]+)-\d: candidate (\S+),", line) for line in joint]
     free = [[("free", name)] for name in ("5.0", "4.1", "4.1")]
     assert winners[:3] == free
     assert winners[3:] == [[("joint", name)] for name in ("2.1", "2.3", "4.11", "5.2")]
-    assert latest.startswith("reading-7: candidate 4.0, ")
+    assert earlier.startswith("reading-7: candidate 4.0, ")
+    assert latest.startswith("reading-9: candidate 4.1, ")
     assert llava.startswith("minillava: candidate 10.1, search objective -1.39; ")
     assert qwen.startswith("miniqwen: candidate 9.4, search objective -0.48; ")
 
